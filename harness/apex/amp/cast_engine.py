@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.apex.amp import cast_kernels, cast_lists
+from harness.apex.amp.cast_report import report_casts
 from harness.apex.dtypes import REDUCED
 from harness.apex.patches import Patches
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
-ASKED_FOR = {"to", "type", "type_as", "half", "float", "bfloat16", "double", "cpu", "cuda", "backward"}
 
 
 class CastEngine:
@@ -76,7 +74,7 @@ class CastEngine:
         self.stop()
         self.dtype = dtype
         self._lists, self._allow_banned = lists, allow_banned
-        self._report = _report_casts() if verbose else None
+        self._report = report_casts() if verbose else None
         self._cache_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         for device_type in device_types:
@@ -89,8 +87,8 @@ class CastEngine:
         for owner, name, annotated in self.registered:
             self._patches.set(owner, name, annotated(getattr(owner, name)))
 
-    def _replace(self, owner: Any, name: str, make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._patches.set(owner, name, make(name, getattr(owner, name)), yields=True)  # to harness.apex.uninstall
+    def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._patches.set(owner, name, make(getattr(owner, name)), yields=True)  # to harness.apex.uninstall
 
     def add(self, device_type: str) -> None:
         """Cast operations on ``device_type`` too."""
@@ -181,7 +179,7 @@ def _is_cast(tensor: Tensor) -> bool:
     return tensor.dtype in REDUCED and torch.is_autocast_enabled(tensor.device.type)
 
 
-def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _cpu_as_float32(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make ``Tensor.cpu`` of O1: reduced precision is returned as float32, as numpy requires (contract 4.1)."""
 
     def cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,23 +188,24 @@ def _cpu_as_float32(name: str, plain: Callable[..., Tensor]) -> Callable[..., Te
     return cpu
 
 
-def _in_float32(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _in_float32(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that computes in float32 as a whole, not by its parts (``float32_functions``)."""
 
     @functools.wraps(plain)
     def function(*args: Any, **kwargs: Any) -> Any:
-        wide = [arg.float() if isinstance(arg, Tensor) and _is_cast(arg) else arg for arg in args]
+        positional = [arg.float() if isinstance(arg, Tensor) and _is_cast(arg) else arg for arg in args]
         named = {key: arg.float() if isinstance(arg, Tensor) and _is_cast(arg) else arg for key, arg in kwargs.items()}
-        return plain(*wide, **named)
+        return plain(*positional, **named)
 
     return function
 
 
-def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _banned_method(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make an in-place method refuse float16, into which O1's float32 result cannot be written (contract 4.1).
 
     Only the method, not the operation: torch uses these in place internally, on tensors of its own.
     """
+    name = plain.__name__
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _is_cast(self):
@@ -218,52 +217,3 @@ def _banned_method(name: str, plain: Callable[..., Tensor]) -> Callable[..., Ten
         return plain(self, *args, **kwargs)
 
     return method
-
-
-class _Calls(TorchFunctionMode):
-    """Keeps the name of the outermost torch function being called as ``name``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outermost, self.name = self.name, self.name or getattr(func, "__name__", str(func))
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.name = outermost
-
-
-class _Copies(TorchDispatchMode):
-    """Prints a line for each change between floating dtypes in a function that is not itself a cast."""
-
-    def __init__(self, calls: _Calls) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = self._calls.name
-        if func is torch.ops.aten._to_copy.default and name is not None and name not in ASKED_FOR:
-            before, after = args[0].dtype, result.dtype
-            if before is not after and before.is_floating_point and after.is_floating_point:
-                print(f"amp: {name}: {_short(before)} -> {_short(after)} {tuple(result.shape)}")
-        return result
-
-
-def _report_casts() -> ExitStack:
-    """Print a line for every cast in the calling thread until the stack is closed: ``verbosity=2`` (contract 1.9).
-
-    For debugging; it slows every operation. A function mode records which function the script called; a dispatch mode
-    below autocast sees the resulting copies. Casts in the backward pass, where autograd casts gradients back, and casts
-    that the script asks for are not reported.
-    """
-    stack = ExitStack()
-    calls = stack.enter_context(_Calls())
-    stack.enter_context(_Copies(calls))
-    return stack
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
+from torch._ops import OpOverload
 
 from harness.apex.amp import cast_lists
 from harness.apex.amp.cast_lists import APEX, AUTOCAST, BANNED, THROUGH_FLOAT32, UNTOUCHED, CastLists
@@ -51,7 +53,7 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
 def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool) -> torch.library.Library:
     """Register the kernels for casts to ``dtype`` under the dispatch key ``key``; ``_destroy()`` removes them."""
     library = torch.library.Library("aten", "IMPL")
-    makers: list[tuple[tuple[str, ...], Callable[..., Any]]] = [
+    makers: list[tuple[Iterable[str], Callable[[OpOverload, DispatchKeySet], Callable[..., Any]]]] = [
         (lists.reduced, lambda op, below: _ruled_kernel(op, below, lambda _: dtype)),
         (lists.float32, _float32_kernel),
         (lists.widest, lambda op, below: _ruled_kernel(op, below, widest_dtype)),
@@ -59,7 +61,7 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
         (UNTOUCHED, lambda op, below: torch.library.fallthrough_kernel),
         (THROUGH_FLOAT32, _rounding_kernel),
     ]
-    below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    below = DispatchKeySet(getattr(torch._C.DispatchKey, key))
     for names, make in makers:
         for name in names:
             for op in _functional_overloads(name):
@@ -68,7 +70,7 @@ def register(key: str, dtype: torch.dtype, lists: CastLists, allow_banned: bool)
     return library
 
 
-def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
+def _differs(op: OpOverload, name: str, key: str, lists: CastLists, dtype: torch.dtype) -> bool:
     """Return whether ``op`` needs a kernel of ours under ``key``, because torch has none there or one with another
     rule."""
     if name in cast_lists.CUDNN_RECURRENT and key == _CUDA:
@@ -79,11 +81,11 @@ def _differs(op: Any, name: str, key: str, lists: CastLists, dtype: torch.dtype)
     return (_differs_from_autocast if lists is AUTOCAST else _differs_from_apex)(op, name, key)
 
 
-def _differs_from_apex(op: Any, name: str, key: str) -> bool:
+def _differs_from_apex(op: OpOverload, name: str, key: str) -> bool:
     return name in APEX.overrides_builtin or not _has_kernel(op.name(), key)
 
 
-def _differs_from_autocast(op: Any, name: str, key: str) -> bool:
+def _differs_from_autocast(op: OpOverload, name: str, key: str) -> bool:
     """``torch.autocast``'s kernels for CUDA are the rule."""
     if key == _CUDA:
         return name in cast_lists.REGISTERED_EVEN_ON_CUDA
@@ -92,7 +94,7 @@ def _differs_from_autocast(op: Any, name: str, key: str) -> bool:
 
 
 @functools.cache
-def _functional_overloads(name: str) -> tuple[Any, ...]:
+def _functional_overloads(name: str) -> tuple[OpOverload, ...]:
     """Return the overloads of an ATen operation that return new tensors; none if this torch lacks the operation."""
     packet = getattr(torch.ops.aten, name, None)
     ops = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
@@ -101,7 +103,7 @@ def _functional_overloads(name: str) -> tuple[Any, ...]:
 
 
 def implement(
-    library: torch.library.Library, op: Any, kernel: Callable[..., Any], key: str, with_keyset: bool = False
+    library: torch.library.Library, op: OpOverload, kernel: Callable[..., Any], key: str, with_keyset: bool = False
 ) -> None:
     """Make ``kernel`` that of ``op`` under the dispatch key ``key``, also if there is one."""
     with warnings.catch_warnings():
@@ -109,20 +111,22 @@ def implement(
         library.impl(op, kernel, key, with_keyset=with_keyset, **_OVERRIDE)
 
 
-def _float32_kernel(op: Any, below: Any) -> Callable[..., Any]:
+def _float32_kernel(op: OpOverload, below: DispatchKeySet) -> Callable[..., Any]:
     guard, half, bfloat = torch._C._ExcludeDispatchKeyGuard, torch.float16, torch.bfloat16
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with guard(below):
             if kwargs.get("dtype") is not None or (len(args) > 2 and isinstance(args[2], torch.dtype)):
                 return op(*args, **kwargs)  # the caller chose the dtype
-            wide = [a.float() if isinstance(a, Tensor) and (a.dtype is half or a.dtype is bfloat) else a for a in args]
-            return op(*wide, **kwargs)
+            full = [a.float() if isinstance(a, Tensor) and (a.dtype is half or a.dtype is bfloat) else a for a in args]
+            return op(*full, **kwargs)
 
     return kernel
 
 
-def _ruled_kernel(op: Any, below: Any, rule: Callable[[Iterable[Any]], torch.dtype | None]) -> Callable[..., Any]:
+def _ruled_kernel(
+    op: OpOverload, below: DispatchKeySet, rule: Callable[[Iterable[Any]], torch.dtype | None]
+) -> Callable[..., Any]:
     """Return a kernel that casts the arguments to the dtype that ``rule`` chooses for them, if it chooses one."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +137,7 @@ def _ruled_kernel(op: Any, below: Any, rule: Callable[[Iterable[Any]], torch.dty
     return kernel
 
 
-def _rounding_kernel(op: Any, below: Any) -> Callable[..., Any]:
+def _rounding_kernel(op: OpOverload, below: DispatchKeySet) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(below):
             return op(args[0].to(wide(args[0])), *args[1:], **kwargs).to(args[0].dtype)
@@ -141,12 +145,14 @@ def _rounding_kernel(op: Any, below: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _banned_kernel(op: Any, below: Any) -> Callable[..., Any]:
+def _banned_kernel(op: OpOverload, below: DispatchKeySet) -> Callable[..., Any]:
+    name = op.overloadpacket.__name__
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) and arg.dtype in REDUCED for arg in args):
             raise NotImplementedError(
-                "binary_cross_entropy was called under O1 or O4 with a float16 or bfloat16 input, where its gradient "
-                "overflows. Leave the sigmoid out and use torch.nn.BCEWithLogitsLoss, or pass input.float()."
+                f"{name} was called under O1 or O4 with a float16 or bfloat16 input, where its gradient overflows. "
+                f"{BANNED[name]}"
             )
         with torch._C._ExcludeDispatchKeyGuard(below):
             return op(*args, **kwargs)

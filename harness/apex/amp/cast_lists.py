@@ -75,8 +75,9 @@ UNTOUCHED = _names("""
 # So does this, but outside CUDA it is computed in float32, because there is no kernel, and rounded.
 THROUGH_FLOAT32 = ("avg_pool3d",)
 
-# An error on reduced-precision input, because its gradient overflows there; float32 input is fine.
-BANNED = ("binary_cross_entropy",)
+# {operation: what to do instead}. An error on reduced-precision input, because its gradient overflows there; float32
+# input is fine.
+BANNED = {"binary_cross_entropy": "Leave the sigmoid out and use torch.nn.BCEWithLogitsLoss, or pass input.float()."}
 
 _BANNED_IN_PLACE = _names("""
     acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_ cumprod_ cumsum_ renorm_

@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 
 from harness.apex.dtypes import REDUCED
 
+SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
+
 
 def all_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield every parameter of ``optimizer``, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-SAVED = "master_params"  # key in each param group of a saved optimizer: one tensor or None per parameter
 
 
 class MasterWeights:
