@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.apex import amp, amp_C
 from harness.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-from harness.apex.optimizers.fused_optimizer import step_for_kernel
+from harness.apex.optimizers.step_count import step_for_kernel
 from tests.apex.optimizer_cases import (
     BFLOAT,
     CASES,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from harness.apex.dtypes import REDUCED, wide
 from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new
-from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
+from harness.apex.optimizers.step_count import step_for_kernel
 from harness.apex.tensor_groups import by_device_and_dtype, global_norm
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.apex.optimizers.batch import Group, cache_sized
-from harness.apex.optimizers.fused_optimizer import FusedOptimizer, step_for_kernel
+from harness.apex.optimizers.fused_optimizer import FusedOptimizer
+from harness.apex.optimizers.step_count import step_for_kernel
 from harness.apex.tensor_groups import global_norm, norms, one_for_each
 
 

@@ -8,7 +8,6 @@ parameters (also across ``load_state_dict``), keeps master weights in the state,
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
@@ -21,6 +20,7 @@ from harness.apex.amp.device_flags import flags
 from harness.apex.amp.master_weights import Versions, follow
 from harness.apex.dtypes import wide
 from harness.apex.optimizers.batch import Group, ParameterBatch, copied_where_new, fitting, weight_buffer
+from harness.apex.optimizers.step_count import StepCount
 from harness.apex.tensor_groups import by_device_and_dtype
 
 MASTER = "master_param"  # key in the state of a parameter
@@ -248,18 +248,6 @@ class FusedOptimizer(Optimizer):
             self._versions.record(batch.params)
 
 
-def step_for_kernel(group: Group, device: torch.device) -> Tensor:
-    """Return ``group["step"]`` for torch's fused Adam kernels.
-
-    Without bias correction it is infinity, at which the kernels' correction ``1 - beta**step`` is 1.
-    """
-    step = group["step"] if group["bias_correction"] else math.inf
-    if isinstance(step, Tensor):
-        return step.to(device, torch.float32)
-    # whatever the default dtype is: the kernels of CUDA read float32
-    return torch.full((), step, dtype=torch.float32, device=device)
-
-
 def _check_options(name: str, options: dict[str, Any]) -> None:
     for option in _NOT_NEGATIVE:
         value = options.get(option)
@@ -275,37 +263,3 @@ def _own_tensor(value: Any, group: Group, dtype: torch.dtype, shape: tuple[int, 
     """Return a copy of ``value`` as a tensor, on the device of the group's first parameter."""
     device = group["params"][0].device if group["params"] else None
     return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(shape)
-
-
-class StepCount:
-    """Counts the steps of groups for the corrections of Adam and its relatives, in ``group["step"]``, where checkpoints
-    have it:
-
-    - as a number, if the host knows that no step is skipped;
-    - as a number that is corrected later, if only the device knows (``found_inf``) which steps are skipped: the device
-      subtracts those that the host has counted, until ``take_back`` tells the host of each;
-    - in a tensor on the device, which a CUDA graph can capture, for ``capturable`` optimizers.
-    """
-
-    def __init__(self) -> None:
-        self._skipped: dict[int, Tensor] = {}  # by id of a group: skipped steps in its number, as the device knows
-
-    def advance(self, group: Group, found_inf: Tensor | None, capturable: bool) -> Group:
-        """Count a step. Returns ``group``, or a copy with the number of this step as the device knows it."""
-        if capturable:
-            if "step" not in group:
-                group["step"] = torch.zeros(1, dtype=torch.int32, device=group["params"][0].device)
-            group["step"] += 1 if found_inf is None else (found_inf == 0).to(group["step"].device)
-            return group
-        group["step"] = group.get("step", 0) + 1
-        if found_inf is None:
-            return group
-        before = self._skipped.get(id(group), found_inf.new_zeros(()))
-        self._skipped[id(group)] = before + (found_inf != 0)
-        return {**group, "step": torch.full((), float(group["step"]), device=found_inf.device) - before}
-
-    def take_back(self, group: Group) -> None:
-        """Correct the number of ``group`` by a step that the device has skipped."""
-        if id(group) in self._skipped:
-            group["step"] -= 1
-            self._skipped[id(group)] = self._skipped[id(group)] - 1
