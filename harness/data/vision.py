@@ -78,8 +78,11 @@ def _decoded_by_pillow(content: Tensor, channels: int, kind: str) -> Tensor:
                 pixels = np.asarray(upright).astype(np.uint16)[:, :, None].repeat(max(channels, 1), 2)
             else:
                 pixels = np.atleast_3d(np.array(upright.convert("L" if channels == GRAY else "RGB")))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RuntimeError(f"the {kind} is damaged or incomplete (Pillow: {first_line(error)})") from None
+    except (RuntimeError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, such as TypeError for a field with a value of another type
+        told = first_line(error).partition(" <")[0]  # without the object in memory
+        raise RuntimeError(f"the {kind} is damaged or incomplete (Pillow: {told})") from None
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 

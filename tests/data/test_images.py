@@ -131,6 +131,11 @@ BROKEN = {  # the content, and what is said of it
     "zeros from a place in a png on": (LARGE[:90_000] + bytes(len(LARGE) - 90_000), CHECKSUM),
     "zeros from a chunk of pixels on": (LARGE[: LARGE.rindex(b"IDAT") - 4] + bytes(1000), CHECKSUM),
     "half a tiff": (KINDS["tiff"][: len(KINDS["tiff"]) // 2], "the TIFF is damaged or incomplete (Pillow: "),
+    "a tiff with a wrong count of fields": (
+        KINDS["tiff"][:8] + b"\7" + KINDS["tiff"][9:],
+        "the TIFF is damaged or incomplete (Pillow: Missing dimensions)",
+    ),
+    "a tiff and no more": (b"II*\0end", "the TIFF is damaged or incomplete (Pillow: cannot identify image file)"),
     "a tiff of floats": (encoded(Image.fromarray(PIXELS.astype(np.float32)), "TIFF"), "a TIFF of 32 bits per value: "),
     "a tiff of two pages": (
         encoded(COLOR, "TIFF", save_all=True, append_images=[COLOR]),
