@@ -128,6 +128,7 @@ def test_module_can_be_used_as_the_class():
         pass
 
     assert issubclass(Mine, LARC)
+    assert issubclass(Mine, LARC_MODULE)
     assert isinstance(Mine(SGD([_parameter([1.0])], lr=0.1)), LARC_MODULE)
     with pytest.raises(TypeError, match="got an object of type list"):
         LARC_MODULE([_parameter([1.0])])

@@ -494,7 +494,7 @@ def test_export_needs_the_data_of_the_training(trained, tmp_path, capsys):
     assert "differ from the run's task.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [{"classes": 3}, {"image_size": "x"}])
+@pytest.mark.parametrize("wrong", [{"classes": 3}, {"image_size": "x"}, {"mean": 5}])
 def test_facts_of_a_wrong_type(trained, tmp_path, capsys, wrong):
     folder, data = trained
     damaged = shutil.copytree(folder, tmp_path / "run")

@@ -475,7 +475,7 @@ def test_reduced_decoding_needs_a_list_that_scales_first(photos):
     [{}, {"classes": [], "image_size": [8, 8]}, {"classes": "ab", "image_size": [8, 8]},
      {"classes": [None], "image_size": [8, 8]}, {"classes": [1], "image_size": [8]},
      {"classes": [1], "image_size": [8, -8]}, {"classes": {"a": 1}, "image_size": {}},
-     {"classes": 3, "image_size": [8, 8]},
+     {"classes": 3, "image_size": [8, 8]}, {"classes": [1], "image_size": [8, 8], "mean": 5},
      {"classes": [1], "image_size": "x"}, {"classes": [1], "image_size": [True, 8]}],
 )  # fmt: skip
 def test_damaged_facts_of_the_training_data(folder, facts):

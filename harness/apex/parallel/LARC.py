@@ -147,6 +147,9 @@ class _LARCModule(types.ModuleType):
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, LARC)
 
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, LARC)
+
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (LARC,)
 

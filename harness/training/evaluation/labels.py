@@ -147,7 +147,7 @@ class SingleLabel(Labels):
 
     @classmethod
     def of_learned(cls, learned: Mapping[str, object], separator: str) -> SingleLabel:
-        return cls(_learned(learned, "classes", str))
+        return cls(_classes(learned))
 
     def of_rows(self, table: Table, train: str) -> RowLabels:
         return ClassLabels(table, class_indices(table, self.names, train), len(self.names))
@@ -227,7 +227,7 @@ class MultiLabel(Labels):
 
     @classmethod
     def of_learned(cls, learned: Mapping[str, object], separator: str) -> MultiLabel:
-        return cls(_learned(learned, "classes", str), separator)
+        return cls(_classes(learned), separator)
 
     def of_rows(self, table: Table, train: str) -> RowLabels:
         return TagLabels(table, class_indices(table, self.names, train), self.names, self.separator)
@@ -408,7 +408,18 @@ def _learned(learned: Mapping[str, object], key: str, kind: type, number: int | 
         and all(type(each) in (kind, int) and (kind is str or abs(each) < 1e300) for each in values)
     ):
         return tuple(values)
-    raise ConfigError(
+    raise _invalid()
+
+
+def _classes(learned: Mapping[str, object]) -> tuple[Any, ...]:
+    """Return the classes. Raises ConfigError, also for facts of numbers beside them."""
+    if learned.get("mean") or learned.get("std"):
+        raise _invalid()
+    return _learned(learned, "classes", str)
+
+
+def _invalid() -> ConfigError:
+    return ConfigError(
         "the run's task.json lacks valid information about the labels of the training data",
         hint="start the run again to write the file: harness train -c RUN/config.yaml",
     )
