@@ -173,9 +173,11 @@ class TrainData:
     def _num_rows_of_all(self, num_left: int, step: int, part: Part) -> int:
         """Return the number of rows in the micro-batch ``part.number`` of ``step`` over all ranks."""
         short, num_long = divmod(num_left, self.num_ranks)
-        shard_lengths = [short + (rank < num_long) for rank in range(self.num_ranks)]
-        in_step = [min(max(length - step * self.per_rank, 0), self.per_rank) for length in shard_lengths]
-        return sum(rows // part.num + (part.number < rows % part.num) for rows in in_step)  # as np.array_split
+        total = 0
+        for length, num_shards in ((short + 1, num_long), (short, self.num_ranks - num_long)):
+            in_step = min(max(length - step * self.per_rank, 0), self.per_rank)
+            total += num_shards * (in_step // part.num + (part.number < in_step % part.num))  # as np.array_split
+        return total
 
     def any_inputs(self) -> torch.Tensor:
         """Return the inputs of one row, on the device, for a pass that does not count."""
