@@ -125,6 +125,11 @@ def either(names: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
+def first_few(names: Sequence[str], limit: int) -> str:
+    """Return "a, b and 3 more"."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
+
+
 def listed(names: Sequence[str], limit: int = 20) -> str:
     """Return "'a', 'b'"; of more than ``limit``, the first and the number of the others."""
     more = f", and {len(names) - limit:,} others" if len(names) > limit else ""

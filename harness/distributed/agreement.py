@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import LaunchError
+from harness.errors import LaunchError, first_few
 
 _SHOWN, _SHOWN_HOSTS, _WIDTH = 8, 3, 80  # values and hosts in a message; characters of a value
 _ABSENT = "not set"
@@ -68,7 +68,7 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    return ", ".join(names[:_SHOWN_HOSTS]) + (f" and {len(names) - _SHOWN_HOSTS} more" if names[_SHOWN_HOSTS:] else "")
+    return first_few(names, _SHOWN_HOSTS)
 
 
 def _short(text: str) -> str:

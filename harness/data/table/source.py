@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from harness.config.places import is_url
-from harness.errors import DataError, did_you_mean, remedy, require_regular_file
+from harness.errors import DataError, did_you_mean, first_few, remedy, require_regular_file
 from harness.runs.fetch import attempted
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ def _files_in(folder: Path) -> str:
         return ""
     if not names:
         return f"{folder} has no file that ends with .csv, .csv.gz or .parquet"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"annotation files in {folder}: {', '.join(names[:5])}{more}"
+    return f"annotation files in {folder}: {first_few(names, 5)}"
 
 
 def _remote_version(url: str) -> tuple[int | str, ...]:

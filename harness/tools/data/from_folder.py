@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from harness.config.places import IMAGE_STARTS
 from harness.data import image_folders
-from harness.errors import ConfigError, DataError, plural, reason
+from harness.errors import ConfigError, DataError, first_few, plural, reason
 from harness.tools.data.table_file import require_new, write_rows
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
@@ -67,23 +67,18 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
         lines.append(f"note: {image_folders.SUFFIXES}")
     if wrong:
         remedy = "remove them and write the table again, or set task.on_bad_row=skip"
-        lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {_some(wrong)}; {remedy}")
+        lines.append(f"warning: {plural(len(wrong), 'row')} of no image: {first_few(wrong, _NAMED)}; {remedy}")
     if copies:
         why = "a copy in the evaluation rows tests nothing, and of copies in two classes, one has a wrong label"
         remedy = f"remove them and write the table again: {why}"
-        lines.append(f"warning: {plural(len(copies), 'row')} of copied images: {_some(copies)}; {remedy}")
+        lines.append(f"warning: {plural(len(copies), 'row')} of copied images: {first_few(copies, _NAMED)}; {remedy}")
     if empty := sorted(classes - set(count_of_class)):
-        lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {', '.join(empty[:_NAMED])}")
+        lines.append(f"note: left out {plural(len(empty), 'folder')} without images: {first_few(empty, _NAMED)}")
     if len(count_of_class) == 1:
         lines.append("note: there is only one class, so there is nothing to learn")
     split = shlex.join(["harness", "data", "split", str(out), "--eval", "0.2", "--stratify", "label"])
     init = shlex.join(["harness", "init", str(out), "--root", str(folder)])
     return "\n".join([*lines, f"next: {split}; {init}; or set {root}"])
-
-
-def _some(names: list[str]) -> str:
-    """Return the first ``names``, and the number of the rest."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _folders(folder: Path) -> set[str]:
