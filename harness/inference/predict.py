@@ -182,7 +182,9 @@ def _predict(request: PredictRequest, config: Config, runtime: Runtime, stop: St
     loader = Loader(
         rows, config.data.num_workers, runtime.device, config.runtime.timeout_s, stop.ends_wait, runtime.limited
     )
-    predictor = Predictor(config, runtime, task, model.eval(), objective=_objective(task))
+    predictor = Predictor(
+        config, runtime, task, model.eval(), objective=_objective(task), copied=_other_columns(config, task)
+    )
     name = row_namer(task.eval, "row {}".format)
     progress = console.ProgressBar(runtime.rank)
     try:
@@ -228,6 +230,14 @@ def _unread(dataset: Dataset, rows: Sequence[int], name: Callable[[int], str]) -
     faults = [dataset.fault(row) if isinstance(dataset, SupportsFault) else "" for row in rows[:_NAMED]]
     named = [f"{name(row)} ({fault})" if fault else name(row) for row, fault in zip(rows, faults, strict=False)]
     return ", ".join(named) + (f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else "")
+
+
+def _other_columns(config: Config, task: PredictingTask) -> list[str]:
+    """Return the columns of the table of the rows that are neither inputs nor labels; [] for an own kind of rows."""
+    if not (isinstance(task.eval, TableRows) and isinstance(config.task, TableTask)):
+        return []
+    used = {*config.task.input_columns, *config.task.label_columns}
+    return [column for column in task.eval.table.columns if column not in used]
 
 
 def _objective(task: PredictingTask) -> Objective | PredictingTask | None:

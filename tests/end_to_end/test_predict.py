@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -141,6 +142,26 @@ def test_predictions_are_those_of_training_at_any_world_size(trained, tmp_path):
     assert f"labels of {data}/eval.csv:\nrows evaluated: 23 of 23\ntop1: {best:.4f}\nloss: " in output
     assert "predictions are correct" not in output
     assert (tmp_path / "3.csv").read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_other_columns_of_the_table_are_copied_as_text(trained, tmp_path, suffix):
+    """Also of rows that cannot be read, of all ranks; a column with the name of one of ours gets another."""
+    folder, data = trained
+    rows = pd.read_csv(data / "eval.csv", dtype=str)
+    rows["id"] = [f"00{row}" for row in range(len(rows))]
+    rows["note"] = [f'a "{row}",\r\nb' if row % 2 else "" for row in range(len(rows))]
+    rows["score_row"] = "mine"
+    rows.loc[0, "path"] = "nowhere.png"
+    rows.to_csv(tmp_path / "rows.csv", index=False, quoting=csv.QUOTE_ALL)
+    words = ["--csv", tmp_path / "rows.csv", "task.on_bad_row=skip", "batch.eval_per_rank=1"]
+    codes, output = predict(folder, out := tmp_path / f"out.{suffix}", *words, world=3)
+    assert codes == [0] * 3, output
+    table = pd.read_parquet(out) if suffix == "parquet" else pd.read_csv(out, dtype=str, keep_default_na=False)
+    columns = ["id", "prediction", "label", "score_column", "score_row", "score_slope", "csv_id", "note"]
+    assert list(table) == [*columns, "csv_score_row"]
+    copied = table[["csv_id", "note", "csv_score_row"]].set_axis(["id", "note", "score_row"], axis=1)
+    pd.testing.assert_frame_equal(copied, rows[["id", "note", "score_row"]], check_dtype=False)
 
 
 @pytest.mark.slow

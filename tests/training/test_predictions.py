@@ -199,6 +199,16 @@ def test_file_that_another_process_writes_is_left_alone(folder):
     assert again.finish().rows == GROUP_ROWS
 
 
+def test_long_texts_that_are_copied_do_not_wait_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction_table, "_GROUP_BYTES", 100)
+    file, rows = PredictionFile(tmp_path / "x.csv"), pa.table({"id": [1], "prediction": [2]})
+    for block in range(3):
+        file.add(Block(rows, [], {}, {}, copied=pa.table({"page": [f"{block}" * 60]})))
+    assert file._copied_bytes < 100
+    file.finish()
+    assert (tmp_path / "x.csv").read_text().splitlines()[1:] == [f"1,2,{block}" + f"{block}" * 59 for block in range(3)]
+
+
 def test_error_of_numbers_whose_labels_are_text(tmp_path):
     file = prediction_table.PredictionFile(tmp_path / "x.csv")
     file.add(Block(pa.table({"id": [0, 1, 2], "prediction": [1.0, 2.0, 3.0], "label": ["1.5", "", "1"]}), [], {}, {}))

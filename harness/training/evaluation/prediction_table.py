@@ -24,6 +24,7 @@ from harness.training.evaluation.sums import Pairs, Sums
 log = logging.getLogger("harness")
 
 GROUP_ROWS = 1 << 15  # written at once; one row group of Parquet
+_GROUP_BYTES = 1 << 26  # of copied columns; fewer rows are written at once then
 SAMPLE_ROWS = 32
 UNKNOWN_SHOWN = 3  # labels in a warning
 _FEW_ROWS = 20  # of which one class does not say that nothing was learned
@@ -139,6 +140,8 @@ class Block(NamedTuple):
     """What the rows with labels add to the metrics."""
     why_not: str = ""
     """Why that cannot be computed."""
+    copied: pa.Table | None = None
+    """Other columns of the file with the rows. One with the name of a column of ``table`` becomes ``csv_NAME``."""
 
 
 class NoRowsError(DataError):
@@ -152,6 +155,8 @@ class PredictionFile:
         self._path, self._temporary = path, temporary_for(path)
         self._lock = Lock(self._temporary)
         self._waiting: list[pa.Table] = []
+        self._copied: list[pa.Table] = []  # of the same blocks
+        self._copied_bytes = 0
         self._schema: pa.Schema | None = None
         self._file: Any = None
         self._parquet: Any = None
@@ -171,7 +176,10 @@ class PredictionFile:
         self._waiting.append(block.table)
         self._totals.rows += len(block.table)
         self._totals.bad += block.bad
-        if sum(map(len, self._waiting)) >= GROUP_ROWS:
+        if block.copied is not None:
+            self._copied.append(block.copied)
+            self._copied_bytes += block.copied.nbytes
+        if sum(map(len, self._waiting)) >= GROUP_ROWS or self._copied_bytes >= _GROUP_BYTES:
             self._flush()
 
     def _flush(self) -> None:
@@ -185,18 +193,27 @@ class PredictionFile:
                     f"none of the rows could be read (tried: {len(table)})",
                     hint="paths in the CSV are relative to the task.root of the run: set task.root=FOLDER",
                 )
-            self._open(table.select(names))
-        assert self._schema is not None
+            self._schema = table.select(names).schema
+            self._open(self._with_copied(table.select(names)))
         for name in self._schema.names:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(len(table)))
         table = table.select(self._schema.names).cast(self._schema)
         self._sample(table, self._totals.rows - sum(map(len, self._waiting)))
-        self._waiting = []
+        table = self._with_copied(table)
+        self._waiting, self._copied, self._copied_bytes = [], [], 0
         if self._parquet is not None:
             self._parquet.write_table(table.combine_chunks(), row_group_size=len(table))
         else:
             self._file.write(_csv(table, header=False))
+
+    def _with_copied(self, table: pa.Table) -> pa.Table:
+        copied = pa.concat_tables(self._copied) if self._copied else None
+        for name, values in zip(copied.column_names, copied.columns, strict=True) if copied is not None else ():
+            while name in table.column_names:
+                name = f"csv_{name}"
+            table = table.append_column(name, values)
+        return table
 
     def _sample(self, table: pa.Table, first: int) -> None:
         """Count the pairs of label and prediction, and keep some rows, of them some in which they differ; ``table``
@@ -230,11 +247,10 @@ class PredictionFile:
     def _open(self, first: pa.Table) -> None:
         """Write the header, by the columns of ``first``."""
         self._claim()
-        self._schema = first.schema
         if self._path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            self._parquet = pq.ParquetWriter(self._file, self._schema)
+            self._parquet = pq.ParquetWriter(self._file, first.schema)
         else:
             self._file.write(_csv(first.slice(0, 0), header=True))
 

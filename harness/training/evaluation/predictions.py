@@ -8,7 +8,7 @@ number only: block k has rows k*size to (k+1)*size - 1, the last block is padded
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from harness.config.schema import Config
 from harness.data.batch import Batch
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
+from harness.data.table.table import TableRows
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import DataError, HarnessError, first_line, plural, readable, reason, users_line
@@ -49,6 +50,8 @@ class Predictor:
     sharded: bool = False
     objective: Objective | PredictingTask | None = None
     """What evaluates the rows that have labels, which may be the task; None: nothing, or it has failed."""
+    copied: Sequence[str] = ()
+    """Other columns of the table that has the rows, which the table of predictions gets, too."""
 
 
 class TableError(OSError):
@@ -196,7 +199,17 @@ def _block(
             columns |= {name: pa.array(values) for name, values in predictor.task.errors(arrays).items()}
     names = [name for name in FIRST_COLUMNS if name in columns]
     names += [name for name in columns if name not in FIRST_COLUMNS]
-    return Block(pa.table({name: columns[name] for name in names}), list(batch.bad), files, pairs, why_not)
+    table = pa.table({name: columns[name] for name in names})
+    return Block(table, list(batch.bad), files, pairs, why_not, _copied(predictor, rows))
+
+
+def _copied(predictor: Predictor, rows: np.ndarray) -> pa.Table | None:
+    """Return the other columns of the table for consecutive ``rows``; None if there are none."""
+    dataset = predictor.task.eval
+    if not (predictor.copied and isinstance(dataset, TableRows)):
+        return None
+    views = {name: dataset.table.slice(name, rows[0], rows[-1] + 1) for name in predictor.copied}
+    return pa.table(views).take(pa.array(rows - rows[0]))  # of a view, pickle would send the whole file
 
 
 def _pairs(
