@@ -29,6 +29,8 @@ def write_rows(folder: Path, name: str, num_rows: int, classes: int = 3, size: t
         pixels[0, row % classes :: classes] = 220
         pixels[0, 0, 0] = row % 256
         write_png(pixels, str(images / f"{row}.png"))
+        with open(images / f"{row}.png", "ab") as file:
+            file.write(name.encode())  # after the image: no file of a table is a copy of one of another
         lines.append(f"{images.name}/{row}.png,{row % classes}")
     csv = folder / f"{name}.csv"
     csv.write_text("\n".join(lines) + "\n")

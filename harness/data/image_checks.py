@@ -1,4 +1,4 @@
-"""Checks of the images of a table before training: whether they exist, can be decoded, and have one size."""
+"""Checks of the images of tables before training: whether they exist, can be decoded, have one size, and are copies."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from harness.data.image_errors import UNREADABLE
+from harness.data.image_folders import looked_at
 from harness.data.images import ImageTable
 from harness.data.row_order import spread
 from harness.data.table.source import require_root
@@ -128,6 +131,46 @@ class ImageChecks:
 
     def _exists(self, path: str) -> bool:
         return bool(path.strip()) and self.images.files.exists(path)
+
+
+ImageRow = tuple[ImageTable, int]
+
+
+class Copy(NamedTuple):
+    """A row with the same image as one before it."""
+
+    original: ImageRow
+    row: ImageRow
+    is_renamed: bool
+    """It is a file of its own."""
+
+
+def copies(tables: Sequence[ImageTable], limit_s: float) -> tuple[list[Copy], int]:
+    """Return (the rows whose image an earlier row of ``tables`` has, how many rows were compared). Compares the content
+    of local files, for about ``limit_s`` seconds."""
+    found, num_rows, row_of = list[Copy](), 0, dict[str, ImageRow]()
+    until = time.monotonic() + limit_s
+
+    def new_files() -> Iterator[str]:
+        nonlocal num_rows
+        for images in tables:
+            for rows in np.array_split(np.arange(len(images)), -(-len(images) // _AT_ONCE) or 1):
+                if time.monotonic() > until:
+                    return
+                num_rows += len(rows)
+                for row, path in images.paths(rows):
+                    if not path.strip() or not images.files.is_file(path):
+                        continue
+                    file, this = images.files.locate(path), (images, row)
+                    if (original := row_of.setdefault(file, this)) is this:
+                        yield file
+                    else:
+                        found.append(Copy(original, this, False))
+
+    for file, _, original in looked_at(Path(), new_files()):
+        if original:
+            found.append(Copy(row_of[original], row_of[file], True))
+    return found, num_rows
 
 
 def in_order(rows: np.ndarray, first: int) -> np.ndarray:

@@ -1,17 +1,24 @@
-"""The images below a folder, by the ends of their names."""
+"""The images below a folder, by the ends of their names, and which of its files are no images or copies."""
 
 from __future__ import annotations
 
+import filecmp
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from harness.config.places import IMAGE_SUFFIXES, is_url
-from harness.errors import DataError, did_you_mean, reason, remedy
+from harness.config.places import IMAGE_STARTS, IMAGE_SUFFIXES, is_url
+from harness.errors import DataError, did_you_mean, reason, remedy, require_regular_file
 
 SUFFIXES = f"images are files whose names end with {', '.join(IMAGE_SUFFIXES)}"
 _KINDS = 10  # of skipped files in a message
+_FILES_AT_ONCE = 32
+_END = 64  # bytes; those of images that end alike, such as PNG, include a checksum
 
 
 def images_at(places: Sequence[str], skipped: Counter[str]) -> list[str]:
@@ -86,3 +93,47 @@ def skips(skipped: Counter[str]) -> str:
     counts = [f"{kind} ({count})" for kind, count in skipped.most_common(_KINDS)]
     more = f" and {len(skipped) - _KINDS} more kinds" if len(skipped) > _KINDS else ""
     return f"; skipped: {', '.join(counts)}{more}"
+
+
+class Look(NamedTuple):
+    """What a look at a file tells."""
+
+    name: str
+    doubt: str
+    """Why it is no image; empty if it begins like one."""
+    original: str
+    """The first file with the same content; empty without one before it, and of no image."""
+
+
+def looked_at(folder: Path, names: Iterable[str]) -> Iterator[Look]:
+    """Yield what a look at each of ``names``, files below ``folder``, tells, in order. Opens several files at once, as
+    on a network disk each takes a while, and reads only those that begin and end alike."""
+    first_of, left = dict[int, str](), iter(names)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        while some := list(islice(left, 64 * _FILES_AT_ONCE)):
+            for name, (doubt, key) in zip(some, pool.map(lambda name: _glance(folder, name), some), strict=True):
+                first = name if doubt else first_of.setdefault(key, name)
+                yield Look(name, doubt, first if first != name and _are_equal(folder / first, folder / name) else "")
+
+
+def _glance(folder: Path, name: str) -> tuple[str, int]:
+    """Return why a file is no image, empty if it begins like one, and a key that is the same for equal files."""
+    try:
+        require_regular_file(folder / name)
+        with open(folder / name, "rb") as stream:
+            start, size = stream.read(16), stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _END))
+            key = hash((size, start, stream.read(_END)))
+    except OSError as error:
+        return reason(error), 0
+    if any(re.match(pattern, start, re.DOTALL) for pattern in IMAGE_STARTS.values()):
+        return "", key
+    return "another kind of file" if start else "empty", key
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Return whether two files have the same content; False if one is gone or unreadable."""
+    try:
+        return filecmp.cmp(first, second, shallow=False)
+    except OSError:
+        return False

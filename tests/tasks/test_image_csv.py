@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from harness.data.seeds import seeded_torch
 from harness.data.shards import Segment
 from harness.distributed.machine import Memory
 from harness.errors import ConfigError, DataError
+from harness.tasks.image_csv import task as images_task
 from harness.training.evaluation.sums import Sums
 from harness.training.task import laid_out, prepare
 from tests.fixtures import make_config, write_rows
@@ -60,6 +63,31 @@ def test_images_of_validation_among_those_of_training_are_a_warning(folder):
         file.write("eval_images/3.png,0\neval_images/1.png,1\n")
     (note,) = opened(folder).notes
     assert "train.csv:12: 2 training rows have images that" in note
+
+
+def test_copied_images_are_a_warning(folder, monkeypatch):
+    def add(table: str, name: str, image: str, label: int) -> None:
+        shutil.copy(folder / image, folder / f"{table}_images" / name)
+        with open(folder / f"{table}.csv", "a") as file:
+            file.write(f"{table}_images/{name},{label}\n")
+
+    add("train", "same.png", "train_images/1.png", 1)  # with the same label, in the same table
+    assert not opened(folder).notes
+    add("train", "leak.png", "eval_images/4.png", 1)
+    (note,) = opened(folder).notes
+    assert "eval.csv:6: eval_images/4.png and " in note
+    assert "train.csv:12: train_images/leak.png; the metrics of validation will be too good" in note
+    add("eval", "other.png", "eval_images/0.png", 2)
+    _, note = opened(folder).notes
+    assert "eval.csv:2: eval_images/0.png and " in note
+    assert "eval.csv:7: eval_images/other.png; correct the labels" in note
+    assert len(opened(folder, on_bad_row="skip", labels={"column": "label", "kind": "regression"}).notes) == 1
+    (folder / "train_images" / "1.png").unlink()
+    os.mkfifo(folder / "train_images" / "1.png")  # which nobody writes to
+    assert len(opened(folder).notes) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(images_task, "_COMPARING_S", -1)
+        assert not opened(folder).notes
 
 
 def test_label_has_the_same_class_in_both_tables(folder):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from harness.config.places import is_url
 from harness.data import transforms
-from harness.data.image_checks import ImageChecks, in_order
+from harness.data.image_checks import Copy, ImageChecks, copies, in_order
 from harness.data.image_files import ImageFiles
 from harness.data.images import ImageTable
 from harness.data.row_labels import NoLabels
@@ -33,6 +33,8 @@ from harness.training.evaluation.tables import Split, label_problems, open_new_t
 from harness.training.task import ModelSection, Supervised, model_builder
 
 _COMPARED_ROWS = 2_000_000  # in tables whose paths are compared, which takes up to a few seconds
+_COMPARING_S = 3.0  # of the content of images, those of validation first
+_NAMED = 3  # copies in a warning
 _AT_START = 16  # images that each rank decodes of each split before training, and more of validation if time is left
 _SAMPLE = 200  # images of each split that harness check decodes first, evenly spread
 _DECODING_S = 5.0  # for as many others as this allows
@@ -130,7 +132,8 @@ class ImageCsv(Supervised):
 
     @property
     def notes(self) -> list[str]:
-        return [*self.train.table.notes, *self.eval.table.notes, *self.objective.notes, *self._in_both()]
+        of_tables = *self.train.table.notes, *self.eval.table.notes
+        return [*of_tables, *self.objective.notes, *self._in_both(), *self._copies()]
 
     def _in_both(self) -> Iterator[str]:
         """Yield a warning if the training table has images of validation, whose metrics are then too good."""
@@ -145,6 +148,37 @@ class ImageCsv(Supervised):
             yield (
                 f"{tables[0].where(int(rows[0]))}: {subject} that {self.options.eval_csv} has too; the metrics of "
                 "validation will be too good"
+            )
+
+    def _copies(self) -> Iterator[str]:
+        """Yield a warning if images of validation are copies of those of training, and one if copies differ in their
+        labels."""
+        if self.train is self.eval:
+            return
+        found, num_rows = copies([self.eval, self.train], _COMPARING_S)
+        total = len(self.eval) + len(self.train)
+        compared = "" if num_rows == total else f" (compared: {num_rows:,} of {plural(total, 'row')})"
+
+        def named(some: list[Copy]) -> str:
+            pairs = (" and ".join(images.row_name(row) for images, row in each[:2]) for each in some[:_NAMED])
+            more = f" and {len(some) - _NAMED:,} more" if len(some) > _NAMED else ""
+            return f"{', '.join(pairs)}{more}{compared}"
+
+        def label(images: ImageTable, row: int) -> list[float]:
+            values: list[float] = images.labels.targets(np.array([row])).tolist()
+            return values
+
+        in_both = [each for each in found if each.is_renamed and each.original[0] is not each.row[0]]
+        if in_both:
+            yield (
+                f"{plural(len(in_both), 'training row')} with a copy of an image of {self.options.eval_csv}: "
+                f"{named(in_both)}; the metrics of validation will be too good: remove the rows from one of the tables"
+            )
+        is_class = self.label_counts(0, 0) is not None  # different numbers may be measurements
+        if differing := [each for each in found if is_class and label(*each.original) != label(*each.row)]:
+            yield (
+                f"{plural(len(differing), 'row')} with the image of a row that has another label: {named(differing)}; "
+                "correct the labels, or remove the rows"
             )
 
     @property

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
-from harness.config.places import IMAGE_STARTS
 from harness.data import image_folders
-from harness.errors import ConfigError, DataError, first_few, plural, reason
+from harness.errors import ConfigError, DataError, first_few, plural
 from harness.tools.data.table_file import require_new, write_rows
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "eval", "test", "testing"}
 _NAMED = 5  # classes or files in a message
-_FILES_AT_ONCE = 32
-_END = 64  # bytes; those of images that end alike, such as PNG, include a checksum
 
 
 def write(folder: Path, out: Path, force: bool = False) -> str:
@@ -34,7 +26,7 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
     _require_classes(folder, classes)
     skipped: Counter[str] = Counter()
     count_of_class: Counter[str] = Counter()
-    wrong, copies, first_of = list[str](), list[str](), dict[int, str]()
+    wrong, copies = list[str](), list[str]()
 
     def names() -> Iterator[str]:
         for name in image_folders.images_below(folder, skipped):
@@ -44,11 +36,11 @@ def write(folder: Path, out: Path, force: bool = False) -> str:
                 skipped["images outside a class folder"] += 1
 
     def rows() -> Iterator[tuple[str, str]]:
-        for name, (doubt, key) in _glanced(folder, names()):
+        for name, doubt, original in image_folders.looked_at(folder, names()):
             if doubt:
                 wrong.append(f"{name} ({doubt})")
-            elif (first := first_of.setdefault(key, name)) != name and _are_equal(folder / first, folder / name):
-                copies.append(f"{name} (of {first})")
+            elif original:
+                copies.append(f"{name} (of {original})")
             label = name.partition(os.sep)[0]
             count_of_class[label] += 1
             yield name, label
@@ -97,38 +89,3 @@ def _require_classes(folder: Path, names: set[str]) -> None:
             where=str(folder),
             hint=f"write a table for each: {commands}",
         )
-
-
-class _Glance(NamedTuple):
-    """What the first and the last bytes of a file tell."""
-
-    doubt: str  # why it is no image; empty if it begins like one
-    key: int  # the same for equal files
-
-
-def _glanced(folder: Path, names: Iterator[str]) -> Iterator[tuple[str, _Glance]]:
-    """Yield each name and its glance, with several files open at once, as on a network disk each takes a while."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        while some := list(islice(names, 64 * _FILES_AT_ONCE)):
-            yield from zip(some, pool.map(lambda name: _glance(folder, name), some), strict=True)
-
-
-def _glance(folder: Path, name: str) -> _Glance:
-    try:
-        with open(folder / name, "rb") as stream:
-            start, size = stream.read(16), stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - _END))
-            key = hash((size, start, stream.read(_END)))
-    except OSError as error:
-        return _Glance(reason(error), 0)
-    if any(re.match(pattern, start, re.DOTALL) for pattern in IMAGE_STARTS.values()):
-        return _Glance("", key)
-    return _Glance("another kind of file" if start else "empty", key)
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    """Return whether two files have the same content; False if one is gone or unreadable."""
-    try:
-        return filecmp.cmp(first, second, shallow=False)
-    except OSError:
-        return False

@@ -19,8 +19,8 @@ import torch
 from torchvision.io import write_jpeg
 
 from harness import cli
+from harness.data import image_folders
 from harness.data.table.table import open_table
-from harness.tools.data import from_folder
 
 PIXELS = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(3, 8, 8)
 
@@ -78,7 +78,7 @@ def test_images_of_a_folder_are_opened_at_once(tmp_path, monkeypatch):
     for number in range(4):
         (tmp_path / "cat" / f"{number}.jpg").touch()
     meeting = threading.Barrier(4)
-    monkeypatch.setattr(from_folder, "_glance", lambda *_: (str(meeting.wait(60)), 0))
+    monkeypatch.setattr(image_folders, "_glance", lambda *_: (str(meeting.wait(60)), 0))
     assert data("folder", tmp_path, tmp_path / "out.csv") == 0
 
 
