@@ -13,7 +13,7 @@ SETTINGS = {
     "per_device_train_batch_size": "batch.per_rank", "per_device_eval_batch_size": "batch.eval_per_rank",
     "gradient_accumulation_steps": "batch.accumulate", "max_grad_norm": "train.clip_norm",
     "fp16": "precision.opt_level=O1", "bf16": "precision.opt_level=O4",
-    "label_smoothing_factor": "task.loss.label_smoothing", "early_stopping_patience": "train.patience",
+    "label_smoothing_factor": "task.loss.args.label_smoothing", "early_stopping_patience": "train.patience",
     "early_stopping_threshold": "train.min_delta", "min_delta": "train.min_delta",
     "compute_metrics": "task.metrics", "metric_for_best_model": "checkpoint.best_metric",
     "load_best_model_at_end": "checkpoint.best_metric", "eval_strategy": "train.evaluate_every",

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import Field, create_model
+from pydantic import Field, ValidationError, create_model
 
 from harness.config import plugins
 from harness.config.base import NullIsEmpty, Section
+from harness.config.sentences import described
 from harness.errors import ConfigError, first_line, similar
 
 Function = Callable[..., Any]
@@ -63,6 +64,21 @@ def require_parameters(
         place = f"{where}.{wrong[0]}" if where.endswith(".args") else where
         guess = f"did you mean {nearest}? " if nearest else ""
         raise ConfigError(message, where=place, hint=f"{guess}{takes}{otherwise}")
+
+
+def checked(
+    name: str, function: Function, args: Mapping[str, Any], where: str, passed: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the arguments of ``function``: ``args``, and the defaults of others that are not ``passed``. Raises
+    ConfigError at the key below ``where`` of one that it does not have, or whose value it does not take."""
+    section = _arguments(name, function, passed, ())
+    parameters = {key: each for key, each in inspect.signature(function).parameters.items() if key not in passed}
+    require_parameters(name, parameters, args, where)
+    try:
+        return section.model_validate(args).model_dump()
+    except ValidationError as errors:
+        key, sentence = described(errors, section, args)[0]
+        raise ConfigError(sentence, where=f"{where}.{key}") from None
 
 
 @functools.cache  # so that two configurations that name the same function have the same class and can be compared

@@ -22,26 +22,16 @@ Better = Literal["max", "min"]
 _CLASSES: tuple[Kind, ...] = ("single_label", "multi_label")
 
 
-class _LossRule(NamedTuple):
-    kinds: tuple[Kind, ...]
-    """The kinds of labels that the loss can be used with."""
-    options: tuple[str, ...] = ()
-    """The settings that the loss takes."""
-
-
 class _MetricRule(NamedTuple):
     kinds: tuple[Kind, ...]
     """The kinds of labels that the metric can be computed for."""
     better: Better
 
 
-_LOSSES = {
-    "cross_entropy": _LossRule(("single_label",), ("label_smoothing", "class_weights")),
-    "bce": _LossRule(_CLASSES, ("label_smoothing", "class_weights")),
-    "focal": _LossRule(_CLASSES, ("gamma", "class_weights")),
-    "mse": _LossRule(("regression",)),
-    "l1": _LossRule(("regression",)),
-    "huber": _LossRule(("regression",), ("delta",)),
+_LOSSES: dict[Kind, tuple[str, ...]] = {  # the default first
+    "single_label": ("cross_entropy", "bce", "focal"),
+    "multi_label": ("bce", "focal"),
+    "regression": ("mse", "l1", "huber"),
 }
 _METRICS = {
     "top1": _MetricRule(("single_label",), "max"),  # and top2, top3, ...
@@ -64,7 +54,6 @@ _ELSEWHERE = {
     "mse": "rmse",
 }  # names in other libraries
 _MEANS = {"f1_score": " (the mean of the F1 of each class)"}
-DEFAULT_LOSS: dict[Kind, str] = {"single_label": "cross_entropy", "multi_label": "bce", "regression": "mse"}
 DEFAULT_METRICS: dict[Kind, tuple[str, ...]] = {  # the first picks the best checkpoint
     "single_label": ("top1", "loss", "mean_class_accuracy"),
     "multi_label": ("macro_f1", "micro_f1", "exact_match", "loss"),
@@ -113,8 +102,6 @@ class LossSection(Section):
     l1 or huber. Or your own package.module.Class (or function), which returns the mean over the rows, such as
     torch.nn.MSELoss. null: the first one listed for the kind of labels.
     """
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """For cross_entropy and bce: share of the target spread evenly over all classes, in training."""
     class_weights: Literal["balanced"] | Annotated[tuple[float, ...], Field(strict=False)] | dict[str, float] | None = (
         None
     )
@@ -122,20 +109,12 @@ class LossSection(Section):
     balanced, for imbalanced classes: the rarer the class, the larger its weight. With several labels per row: the
     weight of rows that have the label.
     """
-    gamma: Annotated[float, Field(ge=0)] | None = None
-    """For focal: how strongly the weight of easy rows is reduced, such as 3.0; null: 2."""
-    delta: Annotated[float, Field(gt=0)] | None = None
-    """For huber: errors above this value, in standard deviations of the column, such as 0.5, count linearly; null: 1.
-    """
     args: Arguments = {}
-    """Keyword arguments of a loss of your own, such as {margin: 0.2}."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The settings that only some losses take, of those that are set."""
-        options = {"label_smoothing": self.label_smoothing or None, "class_weights": self.class_weights,
-                 "gamma": self.gamma, "delta": self.delta, "args": self.args or None}  # fmt: skip
-        return {key: value for key, value in options.items() if value is not None}
+    """Arguments of the loss, such as {label_smoothing: 0.1}. cross_entropy and bce: label_smoothing, the share of the
+    target that is spread evenly over all classes in training (0). focal: gamma, how strongly the weight of easy rows is
+    reduced (2). huber: delta; errors above it, in standard deviations of the column, count linearly (1). Or those of
+    your own loss.
+    """
 
 
 class MetricSection(Section):
@@ -192,7 +171,7 @@ class LabelledTask(TaskSection):
 
     @property
     def loss_name(self) -> str:
-        return self.loss.name or DEFAULT_LOSS[self.label_kind]
+        return self.loss.name or _LOSSES[self.label_kind][0]
 
     def conflicts(self) -> Iterator[Conflict]:
         return _conflicts(self)
@@ -252,25 +231,14 @@ def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
         yield Conflict(
             "task.label_column", "label_column and labels.column both set the column", "remove task.label_column"
         )
-    suitable = {name: rule.options for name, rule in _LOSSES.items() if kind in rule.kinds}
-    own_loss = "or your own package.module.Class"
-    if "." in loss:
-        if refused := sorted(set(task.loss.options) - {"args"}):
-            yield Conflict(
-                f"task.loss.{refused[0]}",
-                f"{loss} is not built in, so {refused[0]} has no effect",
-                "use task.loss.args",
-            )
-    elif loss not in suitable:
+    if "." not in loss and loss not in (suitable := _LOSSES[kind]):
+        exists = any(loss in names for names in _LOSSES.values())
         misfit = f"the loss {loss} cannot be used with {kind} labels"
-        hint = f"{suggestion(loss, suitable)}use {' or '.join(suitable)}, {own_loss}"
-        yield Conflict("task.loss.name", misfit if loss in _LOSSES else f"there is no loss {loss!r}", hint)
-    else:
-        for option in sorted(set(task.loss.options) - set(suitable[loss])):
-            takes = " and ".join(suitable[loss]) or "no settings"
-            yield Conflict(
-                f"task.loss.{option}", f"the loss {loss} has no {option}", f"remove it; {loss} takes {takes}"
-            )
+        hint = f"{suggestion(loss, suitable)}use {' or '.join(suitable)}, or your own package.module.Class"
+        yield Conflict("task.loss.name", misfit if exists else f"there is no loss {loss!r}", hint)
+    elif task.loss.class_weights is not None and ("." in loss or kind == "regression"):
+        hint = "remove them; a loss of your own takes task.loss.args" if "." in loss else "remove them"
+        yield Conflict("task.loss.class_weights", f"the loss {loss} has no class weights", hint)
     yield from _metric_conflicts(task, kind)
 
 

@@ -27,9 +27,6 @@ WITH = {
     "task.labels.column": ["task.labels.kind=regression"],
     "task.labels.empty": ["task.labels.separator=;"],
     "task.labels.separator": ["task.labels.kind=multi_label"],
-    "task.loss.args": ["task.loss.name=torch.nn.TripletMarginLoss"],
-    "task.loss.delta": ["task.labels.kind=regression", "task.loss.name=huber"],
-    "task.loss.gamma": ["task.loss.name=focal"],
     "task.tokenizer.args": ["task.tokenizer.name=mine.tokens", "task.tokenizer.num_tokens=9"],
     "task.text_column": ["task.tokenizer.name=hf:folder"],
     "task.tokenizer.num_tokens": ["task.tokenizer.name=mine.tokens"],
@@ -45,7 +42,7 @@ def test_page_is_current():
 
 def test_every_setting_of_the_schema_is_there_once():
     keys = {setting.key for setting in SETTINGS}
-    assert {"name", "extends", "task.loss.gamma", "optimizer.groups[].match", "optimizer.larc.clip"} <= keys
+    assert {"name", "extends", "task.loss.class_weights", "optimizer.groups[].match", "optimizer.larc.clip"} <= keys
     assert {"schedule.args.milestones", "launch.slurm.partition", "trackers", "task.tokenizer.pad"} <= keys
     assert len({(setting.key, setting.kind, setting.text) for setting in SETTINGS}) == len(SETTINGS)
     one = {setting.key: setting for setting in SETTINGS}

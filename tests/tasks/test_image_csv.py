@@ -131,7 +131,7 @@ def test_missing_file_and_column(folder):
 
 def test_fingerprint_depends_on_the_annotations(folder):
     first = opened(folder).fingerprint
-    assert opened(folder, loss={"label_smoothing": 0.1}).fingerprint == first
+    assert opened(folder, loss={"args": {"label_smoothing": 0.1}}).fingerprint == first
     with open(folder / "eval.csv", "a") as file:
         file.write("eval_images/0.png,2\n")
     assert opened(folder).fingerprint != first
@@ -181,7 +181,7 @@ def test_prepare(folder):
 
 def test_label_smoothing_applies_to_training_only(folder):
     outputs, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-    plain, smooth = opened(folder), opened(folder, loss={"label_smoothing": 0.2})
+    plain, smooth = opened(folder), opened(folder, loss={"args": {"label_smoothing": 0.2}})
     log = outputs.log_softmax(1)
     expected = -log[torch.arange(6), targets].mean()
     torch.testing.assert_close(plain.loss(outputs, targets), expected)
@@ -211,8 +211,7 @@ def test_report_has_every_metric(folder):
         ({"std": [0.0]}, "task.std"),
         ({"image_size": [8]}, "task.image_size"),
         ({"image_size": [0, 8]}, "task.image_size.0"),
-        ({"loss": {"label_smoothing": 1.0}}, "task.loss.label_smoothing"),
-        ({"label_smoothing": 0.1}, "unknown key; did you mean task.loss.label_smoothing?"),
+        ({"class_weights": "balanced"}, "unknown key; did you mean task.loss.class_weights?"),
         (
             {"transforms": {"training": []}},
             "task.transforms.training: unknown key; did you mean task.transforms.train?",

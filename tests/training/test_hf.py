@@ -501,10 +501,10 @@ def test_table_of_training_arguments():
         assert {hint.partition("=")[0] for hint in hints} <= keys_here
         for named in re.findall(r"`(.*?)`", ours):
             key, given, _ = named.partition("=")
-            assert key in keys or key.startswith("optimizer.args."), named
+            assert key in keys or key.startswith(("optimizer.args.", "task.loss.args.")), named
             loader.load(config, shlex.split(named) if given else [])
     ours = {hint.partition("=")[0] for hint in hugging_face_names.SETTINGS.values()}
-    assert {key for key in ours if not key.startswith("optimizer.args.")} <= keys
+    assert {key for key in ours if not key.startswith(("optimizer.args.", "task.loss.args."))} <= keys
     assert set(hugging_face_names.SCHEDULES) <= {each.value for each in transformers.SchedulerType}
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])
     assert shown == {

@@ -1,6 +1,6 @@
 """The loss of a task with labels: a built-in one by name, or the user's own.
 
-The settings are in ``harness.config.targets``.
+The settings are in ``harness.config.targets``; the arguments of a loss are those of its function or class.
 """
 
 from __future__ import annotations
@@ -8,18 +8,23 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.config import plugins
+from harness.config import plugins, signatures
 from harness.config.targets import LabelledTask, LossSection
-from harness.errors import ConfigError, HarnessError, argument_at_fault, first_line, of_part, plural
+from harness.errors import ConfigError, HarnessError, first_line, of_part, plural
 from harness.training.evaluation.labels import Labels
+
+_TRAINING_ONLY = "label_smoothing"  # among the arguments of losses
+Smoothing = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LabelCounts(NamedTuple):
@@ -39,7 +44,7 @@ class Loss:
     of their weights as torch does."""
 
     def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
-        self.name, self._args, self._device = section.loss_name, section.loss.args, torch.device("cpu")
+        self.name, self._device = section.loss_name, torch.device("cpu")
         self._call: Callable[[Tensor, Tensor], object] = (
             _own_loss(self.name, section.loss) if "." in self.name else _BuiltIn(section, labels, counts)
         )
@@ -72,75 +77,56 @@ class Loss:
         except HarnessError:
             raise
         except Exception as error:  # of the user's own code
-            raise _loss_failed(self.name, error, self._args, "task.loss.name") from error
+            raise _loss_failed(self.name, error, "task.loss.name") from error
 
 
-class _BuiltIn(nn.Module):
-    """A built-in loss of each row. Label smoothing is for training only."""
-
-    weights: Tensor | None
-
-    def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
-        super().__init__()
-        self.name, self.kind, options = section.loss_name, labels.kind, section.loss
-        self.label_smoothing = options.label_smoothing
-        self.gamma = 2.0 if options.gamma is None else options.gamma
-        self.delta = 1.0 if options.delta is None else options.delta
-        sigmoid = self.name == "bce" or labels.kind == "multi_label"
-        weights = _class_weights(options.class_weights, labels.names, sigmoid, counts)
-        self.register_buffer("weights", weights)
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _ROW_LOSSES[self.name](self, outputs, targets)
-
-    @property
-    def _smoothing(self) -> float:
-        return self.label_smoothing if self.training else 0.0
-
-    def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        weights = self.weights
-        reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
-        return functional.cross_entropy(outputs, targets, weights, label_smoothing=self._smoothing, reduction=reduction)
-
-    def _bce(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        smoothing, share = self._smoothing, outputs.shape[1] if targets.dim() == 1 else 2
-        hot = _one_hot(outputs, targets) * (1 - smoothing) + smoothing / share
-        return self._entropy(outputs, hot, pos_weight=self.weights).mean(dim=1)
-
-    def _focal(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.kind == "single_label":
-            entropy = functional.cross_entropy(outputs, targets, reduction="none")
-            weighted = entropy if self.weights is None else self.weights[targets] * entropy
-            return weighted * self._focus(entropy)
-        hot = _one_hot(outputs, targets)
-        weighted = self._entropy(outputs, hot, pos_weight=self.weights)
-        return (weighted * self._focus(self._entropy(outputs, hot))).mean(dim=1)
-
-    def _huber(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.huber_loss(outputs, targets, reduction="none", delta=self.delta).mean(dim=1)
-
-    def _mse(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.mse_loss(outputs, targets, reduction="none").mean(dim=1)
-
-    def _l1(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.l1_loss(outputs, targets, reduction="none").mean(dim=1)
-
-    _entropy = staticmethod(functools.partial(functional.binary_cross_entropy_with_logits, reduction="none"))
-
-    def _focus(self, entropy: Tensor) -> Tensor:
-        """Return (1 - probability of the label) ** gamma, which gives easy rows little weight."""
-        return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** self.gamma
+# The built-in losses by the names in harness.config.targets, of each row or as the mean. What follows the * are the
+# settings task.loss.args.
 
 
-# By the names in harness.config.targets.
-_ROW_LOSSES: dict[str, Callable[[_BuiltIn, Tensor, Tensor], Tensor]] = {
-    "cross_entropy": _BuiltIn._cross_entropy,
-    "bce": _BuiltIn._bce,
-    "focal": _BuiltIn._focal,
-    "mse": _BuiltIn._mse,
-    "l1": _BuiltIn._l1,
-    "huber": _BuiltIn._huber,
-}
+def cross_entropy(
+    outputs: Tensor, targets: Tensor, weights: Tensor | None, *, label_smoothing: Smoothing = 0.0
+) -> Tensor:
+    reduction = "none" if weights is not None else "mean"  # as fast, and equal to the last bit, as torch's
+    return functional.cross_entropy(outputs, targets, weights, label_smoothing=label_smoothing, reduction=reduction)
+
+
+def bce(outputs: Tensor, targets: Tensor, weights: Tensor | None, *, label_smoothing: Smoothing = 0.0) -> Tensor:
+    share = outputs.shape[1] if targets.dim() == 1 else 2
+    hot = _one_hot(outputs, targets) * (1 - label_smoothing) + label_smoothing / share
+    return _entropy(outputs, hot, pos_weight=weights).mean(dim=1)
+
+
+def focal(
+    outputs: Tensor, targets: Tensor, weights: Tensor | None, *, gamma: Annotated[float, Field(ge=0)] = 2.0
+) -> Tensor:
+    """Lin et al., https://arxiv.org/abs/1708.02002: the factor (1 - probability of the label) ** gamma gives easy rows
+    little weight."""
+
+    def focus(entropy: Tensor) -> Tensor:
+        return (1 - torch.exp(-entropy)).clamp_min(1e-7) ** gamma
+
+    if targets.dim() == 1:
+        entropy = functional.cross_entropy(outputs, targets, reduction="none")
+        return (entropy if weights is None else weights[targets] * entropy) * focus(entropy)
+    hot = _one_hot(outputs, targets)
+    weighted = _entropy(outputs, hot, pos_weight=weights)
+    return (weighted * focus(_entropy(outputs, hot))).mean(dim=1)
+
+
+def mse(outputs: Tensor, targets: Tensor, weights: None) -> Tensor:
+    return functional.mse_loss(outputs, targets, reduction="none").mean(dim=1)
+
+
+def l1(outputs: Tensor, targets: Tensor, weights: None) -> Tensor:
+    return functional.l1_loss(outputs, targets, reduction="none").mean(dim=1)
+
+
+def huber(outputs: Tensor, targets: Tensor, weights: None, *, delta: Annotated[float, Field(gt=0)] = 1.0) -> Tensor:
+    return functional.huber_loss(outputs, targets, reduction="none", delta=delta).mean(dim=1)
+
+
+_entropy = functools.partial(functional.binary_cross_entropy_with_logits, reduction="none")
 
 
 def _one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -149,19 +135,41 @@ def _one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
     return hot.to(outputs.dtype)
 
 
+class _BuiltIn(nn.Module):
+    """A built-in loss with its arguments and class weights."""
+
+    weights: Tensor | None
+
+    def __init__(self, section: LabelledTask, labels: Labels, counts: Counts | None) -> None:
+        super().__init__()
+        name, self._function = section.loss_name, signatures.functions(__name__)[section.loss_name]
+        passed = ("outputs", "targets", "weights")
+        self._args = signatures.checked(name, self._function, section.loss.args, "task.loss.args", passed)
+        self._evaluating = {key: value for key, value in self._args.items() if key != _TRAINING_ONLY}
+        sigmoid = name == "bce" or labels.kind == "multi_label"
+        self.register_buffer("weights", _class_weights(section.loss.class_weights, labels.names, sigmoid, counts))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        args = self._args if self.training else self._evaluating
+        loss: Tensor = self._function(outputs, targets, self.weights, **args)
+        return loss
+
+
 def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], object]:
     """Return a loss of the user's own: a module or function of (outputs, targets)."""
     part = plugins.import_own("loss", name, "task.loss.name")
+    if not callable(part):
+        hint = "name a class or a function: package.module.Class"
+        raise ConfigError(f"{name} is not a loss: it cannot be called", where="task.loss.name", hint=hint)
+    with suppress(ValueError):  # of a function in C, which has no signature
+        signatures.require_parameters(name, inspect.signature(part).parameters, section.args, "task.loss.args")
     try:
         if inspect.isclass(part):
             part = part(**section.args)
         elif section.args:
             part = functools.partial(part, **section.args)
     except Exception as error:  # of the user's own code
-        raise _loss_failed(name, error, section.args, "task.loss.args", making=True) from error
-    if not callable(part):
-        hint = "name a class or a function: package.module.Class"
-        raise ConfigError(f"{name} is not a loss: it cannot be called", where="task.loss.name", hint=hint)
+        raise _loss_failed(name, error, "task.loss.args", making=True) from error
     if isinstance(part, nn.Module) and list(part.parameters()):
         hint = "put the parameters into the model"
         raise ConfigError(
@@ -170,8 +178,7 @@ def _own_loss(name: str, section: LossSection) -> Callable[[Tensor, Tensor], obj
     return part
 
 
-def _loss_failed(name: str, error: Exception, args: Iterable[str], where: str, making: bool = False) -> HarnessError:
-    where = argument_at_fault(error, args, "task.loss.args") or where
+def _loss_failed(name: str, error: Exception, where: str, making: bool = False) -> HarnessError:
     message = f"the loss {name} fails: {type(error).__name__}: {first_line(error)}"
     hint = "it is called with outputs and targets of a batch; docs/targets.md lists their shapes"
     return of_part(message, error, where, hint, making)

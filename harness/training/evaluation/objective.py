@@ -22,7 +22,6 @@ from harness.training.evaluation.sums import Pairs, Report, Sums
 
 MAX_KEPT = 1 << 29  # outputs of all evaluation rows that a metric may keep, as numbers
 _MADE_UP_ROWS = 64
-_IN_TABLE = 20  # labels
 ROWS_OF_FILE = "rows of the file"  # the pair of ([evaluated, without a label], read)
 
 
@@ -82,36 +81,6 @@ class Objective:
         counts: Pairs = {ROWS_OF_FILE: (torch.tensor([len(rows), blank]), len(texts[0]))}
         return counts | (self.evaluate(outputs.cpu()[rows], targets, confusion=False) if rows else {})
 
-    def shown_report(self, sums: Sums, num_rows: int) -> list[str]:
-        """Return the lines for a file of ``num_rows``: which rows are evaluated, the metrics, and precision, recall, F1
-        and rows of each label: of many labels, those with the lowest F1. Empty if the file has no labels."""
-        if ROWS_OF_FILE not in sums.pairs:
-            return []
-        evaluated, blank, read = (int(count) for count in (*sums.pairs[ROWS_OF_FILE][0], sums.pairs[ROWS_OF_FILE][1]))
-        left_out = {
-            "without a label": blank,
-            f"with a label {self.labels.unusable}": read - evaluated - blank,
-            "that could not be read": num_rows - read,
-        }
-        lines = [f"rows evaluated: {evaluated:,} of {num_rows:,}"]
-        lines += [f"rows left out, {reason}: {count:,}" for reason, count in left_out.items() if count]
-        if not evaluated:
-            return lines
-        metrics = self.report(sums)
-        lines += [f"{name}: {metrics[name]:.4f}" for name in self._metric_names if name in metrics]
-        scores = [each for each in self.labels.per_label(sums) if each.f1 is not None]
-        if len(scores) > _IN_TABLE:
-            lines.append(f"the {_IN_TABLE} of {len(scores)} {self.labels.title} with the lowest f1:")
-            scores = sorted(scores, key=lambda each: each.f1 or 0.0)[:_IN_TABLE]
-        width = max((len(str(each.label)) for each in scores), default=0)
-        heading = [f"{self.labels.title:>{width}}  precision  recall      f1    rows"] if scores else []
-        table = [
-            f"{each.label!s:>{width}}  {each.precision or 0:9.4f}  {each.recall or 0:6.4f}  {each.f1 or 0:6.4f}  "
-            f"{each.true:6.0f}"
-            for each in scores
-        ]
-        return [*lines, *heading, *table]
-
     def check(self, num_rows: int) -> None:
         """Raise ConfigError if the loss or a metric cannot be computed on these labels, before anything is trained.
         ``num_rows``: of the evaluation."""
@@ -159,11 +128,13 @@ class Objective:
 
     def summary(self, num_rows: int) -> dict[str, object]:
         """Return facts for the log and ``harness check``. ``num_rows``: of the evaluation."""
-        options = ", ".join(f"{key} {value}" for key, value in self.section.loss.options.items() if key != "args")
+        weights = self.section.loss.class_weights
+        options = {**self.section.loss.args, **({} if weights is None else {"class_weights": weights})}
+        described = ", ".join(f"{key} {value}" for key, value in options.items())
         notes = {"f1": f" (of class {self.labels.names[-1]})"}
         metrics = ", ".join(f"{name}{notes.get(name, '')}" for name in self.section.metrics)
         if self._keeping:
             mib = self._kept(num_rows) * self.labels.kept_bytes / 2**20
             metrics += f" (each rank keeps all outputs of an evaluation for {', '.join(self._keeping)}: {mib:.1f} MiB)"
-        loss = self.section.loss_name + (f" ({options})" if options else "")
+        loss = self.section.loss_name + (f" ({described})" if options else "")
         return {self.labels.title: self.labels.listing, "loss": loss, "metrics": metrics}

@@ -36,6 +36,7 @@ from harness.training.task import PredictingTask, SupportsErrors, prepare
 
 log = logging.getLogger("harness")
 
+_IN_TABLE = 20  # labels
 BLOCK_ROWS = 64  # fewer if the configuration has smaller batches
 
 
@@ -238,13 +239,48 @@ def shown_metrics(predictor: Predictor, totals: Totals) -> list[str]:
     has."""
     objective, names = predictor.objective, predictor.config.task.metrics
     if isinstance(objective, Objective):
-        return objective.shown_report(totals.sums, totals.rows)
+        return shown_report(objective, totals.sums, totals.rows)
     if objective is None or ROWS_OF_FILE not in totals.sums.pairs:
         return []
     evaluated = int(totals.sums.pairs.pop(ROWS_OF_FILE)[0])
     metrics = numbers(objective, totals.sums, names)
     lines = [f"rows evaluated: {evaluated:,} of {totals.rows:,}"]
     return lines + [f"{name}: {metrics[name]:.4f}" for name in names]
+
+
+def shown_report(objective: Objective, sums: Sums, num_rows: int) -> list[str]:
+    """Return the lines for a file of ``num_rows``: which rows are evaluated, the metrics, and precision, recall, F1 and
+    rows of each label: of many labels, those with the lowest F1. Empty if the file has no labels."""
+    if ROWS_OF_FILE not in sums.pairs:
+        return []
+    counts, total = sums.pairs[ROWS_OF_FILE]
+    evaluated, blank, read = map(int, (*counts, total))
+    left_out = {
+        "without a label": blank,
+        f"with a label {objective.labels.unusable}": read - evaluated - blank,
+        "that could not be read": num_rows - read,
+    }
+    lines = [f"rows evaluated: {evaluated:,} of {num_rows:,}"]
+    lines += [f"rows left out, {reason}: {count:,}" for reason, count in left_out.items() if count]
+    if not evaluated:
+        return lines
+    metrics, title = objective.report(sums), objective.labels.title
+    lines += [f"{name}: {metrics[name]:.4f}" for name in objective.section.metrics if name in metrics]
+    scores = [each for each in objective.labels.per_label(sums) if each.f1 is not None]
+    if len(scores) > _IN_TABLE:
+        lines.append(f"the {_IN_TABLE} of {len(scores)} {title} with the lowest f1:")
+        scores = sorted(scores, key=lambda each: each.f1 or 0.0)[:_IN_TABLE]
+    width = max((len(str(each.label)) for each in scores), default=0)
+    heading = [f"{title:>{width}}  precision  recall      f1    rows"] if scores else []
+    return (
+        lines
+        + heading
+        + [
+            f"{each.label!s:>{width}}  {each.precision or 0:9.4f}  {each.recall or 0:6.4f}  {each.f1 or 0:6.4f}  "
+            f"{each.true:6.0f}"
+            for each in scores
+        ]
+    )
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
