@@ -3,6 +3,8 @@
 CACHE/urls/ab/HASH          a complete copy; of an image, its modification time is about the last use
 CACHE/urls/ab/HASH.used     the last use of an archive, whose index is for one modification time
 CACHE/urls/ab/HASH.*.tmp    a download in progress, or one of a process that was killed
+
+fsspec's own caches do not limit their size, and write a file under its final name, where other ranks read half of it.
 """
 
 from __future__ import annotations
