@@ -105,7 +105,18 @@ def place_of(kind: Any, method: str = "") -> str:
 
 def is_users(file: str) -> bool:
     """Return True for a source file that is neither of the harness nor of an installed package."""
-    return not file.startswith((_PACKAGE, "<", sys.prefix, sys.base_prefix)) and "site-packages" not in file
+    return not file.startswith((_PACKAGE, "<", *_INSTALLED)) and "site-packages" not in file
+
+
+def _installed(folders: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders of Python, and those of ``folders`` that pip has installed packages in, also by --target; but
+    not the working folder, which has the user's own files, too."""
+    targets = (Path(each) for each in folders if os.path.isdir(each) and not os.path.samefile(each, "."))
+    found = (str(each) for each in targets if any(each.glob("*.dist-info")))
+    return tuple(f"{folder}{os.sep}" for folder in (sys.prefix, sys.base_prefix, *found))
+
+
+_INSTALLED = _installed(sys.path)  # now, as a disk may not answer when an error is reported
 
 
 def exit_code_of(error: BaseException) -> int:

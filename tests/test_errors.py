@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import pickle
+import sys
 
 import pytest
 
@@ -94,6 +96,25 @@ def test_exit_code_of_an_error_by_whose_code_raised_it():
         compile("x =", "own.py", "exec")
     assert errors.users_line(raised.value) == "own.py:1"
     assert errors.exit_code_of(errors.DataError("x")) == errors.EXIT_DATA
+
+
+def test_packages_that_pip_installed_into_any_folder_are_not_the_users(tmp_path, monkeypatch):
+    files = {"site": "def call(function):\n    raise ValueError('x')\n", "own": "import other\nother.call(len)\n"}
+    for folder, text in files.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / {"site": "other.py", "own": "model.py"}[folder]).write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "site" / "other-1.0.dist-info").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="x") as raised:
+        importlib.import_module("model")
+    assert errors.users_line(raised.value) == "site/other.py:2"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "ow"))  # the start of another name
+    monkeypatch.setattr(errors, "_INSTALLED", errors._installed(sys.path))
+    assert errors.users_line(raised.value) == "own/model.py:2"
+    monkeypatch.chdir("site")
+    monkeypatch.setattr(errors, "_INSTALLED", errors._installed(sys.path))
+    assert errors.users_line(raised.value) == "other.py:2"
 
 
 def test_first_line_of_another_librarys_error():

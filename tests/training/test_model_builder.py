@@ -160,7 +160,7 @@ def test_first_weights_depend_on_the_seed_alone():
         ("small_cnn", {"in_channels": 3}, "cannot process a batch of shape (2, 1, 8, 8)"),
         ("mobilenet_v3_small", {}, "-> set task.color=rgb, which torchvision models need; or"),
         (f"{__name__}.Picky", {}, "cannot process a batch of shape (2, 1, 8, 8): wrong image height"),
-        (f"{__name__}.Picky", {"silent": True}, "cannot process a batch of shape (2, 1, 8, 8): AssertionError"),
+        (f"{__name__}.Picky", {"silent": True}, "of shape (2, 1, 8, 8): AssertionError\n  -> write forward() for this"),
         ("torch.nn.Flatten", {}, "returns (2, 64) for 2 rows, not 4 outputs for each"),
         ("tests.training.test_model_builder.Dictionary", {}, "returns an object of type dict for 2 rows"),
     ],

@@ -200,6 +200,8 @@ def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
     settings = [f"task.{key}" for key in ("image_size", "transforms", "color") if hasattr(task, key)]
     gray = hasattr(task, "color") and example.shape[1] == 1
     first = "set task.color=rgb, which torchvision models need; or " if gray else ""
+    if library_of(name) is None and "." in name:
+        first = "write forward() for this shape; or "
     if not settings:
         return "check model.args, and the shape of the inputs that the task gives the model"
     return f"{first}check {', '.join(['model.args', *settings[:-1]])} and {settings[-1]}"
