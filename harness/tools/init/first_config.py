@@ -206,6 +206,7 @@ def _images(
         yield "  decode: reduced  # decodes large JPEGs faster, to slightly different pixels than full, the default"
     crop = f"{{RandomResizedCrop: {{size: {sides}, scale: [0.5, 1]}}}}"
     yield f"  # transforms: {{train: [{crop}, RandomHorizontalFlip]}}  # augmentation, against overfitting"
+    yield "  # on_bad_row: skip  # leaves out missing and damaged images, which are an error otherwise"
     if gray and small and model is None:
         yield "  color: gray  # the images have one channel; torchvision models need rgb"
     if model is not None:

@@ -22,34 +22,32 @@ WRONG = "correct it: "  # starts the reason of a guess that cannot be right
 
 
 def root(rows: Annotations, path_column: str, given_root: str | None) -> tuple[str, Guess]:
-    """Return the folder ``given_root``, or that below which most of the first paths exist, and the setting.
-    Raises ConfigError if there are several."""
+    """Return the folder ``given_root``, or the nearest below which most of the first paths exist, and the setting.
+    Raises ConfigError if several are equally near."""
     from harness.data.image_files import ImageFiles  # late: imports torch, which takes seconds, and errors come before
 
     paths, folder, files = rows.columns[path_column][:_PATHS], Path(rows.source).parent, ImageFiles("")
     above = Path(os.path.normpath(folder / ".."))
-    num_below, best = dict[str, int](), ""
-    for places in ([given_root],) if given_root else ((folder,), (Path(), *_folders_in(folder), *_folders_in(above))):
-        num_below |= {str(place): sum(files.is_below(str(place), path) for path in paths) for place in places}
-        best = max(num_below, key=lambda place: num_below[place])
-        if num_below[best] == len(paths):
+    most, fit = 0, list[str]()
+    for places in ([given_root],) if given_root else ((folder,), (Path(), *_folders_in(folder)), _folders_in(above)):
+        num_below = {str(place): sum(files.is_below(str(place), path) for path in paths) for place in places}
+        if (most_here := max(num_below.values(), default=0)) > most:
+            most, fit = most_here, [place for place, count in num_below.items() if count == most_here]
+        if most == len(paths):
             break
-    fit = (place for place in num_below if num_below[place] == num_below[best] > 0)
     folders = {os.path.realpath(ImageFiles(place).locate(paths[0])): place for place in fit}
     if len(folders) > 1:
         raise ConfigError(
             f"its paths exist below several folders: {', '.join(folders.values())}",
             where=rows.source,
-            hint=f"say which: add --root {shlex.quote(best)} to the command",
+            hint=f"say which: add --root {shlex.quote(fit[0])} to the command",
         )
-    reason = f"{num_below[best]} of the first {len(paths)} paths exist below this folder"
-    reason = "not looked at" if is_url(best) else reason
-    if not num_below[best]:
-        best, reason = (
-            given_root or str(folder),
-            f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here",
-        )
-    return best, Guess(f"root: {plain(best)}", reason, doubt=not num_below[best])
+    best = fit[0] if fit else given_root or str(folder)
+    nearest = "" if given_root else ", the nearest such"
+    reason = f"{most} of the first {len(paths)} paths exist below this folder{nearest}"
+    if not most:
+        reason = f"{WRONG}none of the first {len(paths)} paths, such as {paths[0]}, exists here"
+    return best, Guess(f"root: {plain(best)}", "not looked at" if is_url(best) else reason, doubt=not most)
 
 
 def _folders_in(folder: Path) -> list[Path]:
