@@ -79,11 +79,11 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     def step(**options: Any) -> list[Sync]:
         before = run.config
         run.config = before.model_copy(update={"train": before.train.model_copy(update=options)})
-        waits = of(lambda: (loop.step(run, next(groups)), counting.count_last_step(run)))
+        waits = of(lambda: (loop.step(run, next(groups)), counting.catch_up(run)))
         run.config = before
         return waits
 
-    step(), step(), counting.count_last_step(run)
+    step(), step(), counting.catch_up(run)
     yield "a step", step()
     for name, options in OPTIONS.items():
         yield f"a step with {name}", step(**options)
@@ -93,7 +93,7 @@ def _parts(run: Run, gpu: Gpu) -> Iterator[tuple[str, list[Sync]]]:
     yield "a step with `train.ema_decay`", step()
     run.ema = None
     loop.step(run, next(groups), measured=True)
-    yield "a log line", of(lambda: (counting.end_window(run), counting.count_last_step(run)))
+    yield "a log line", of(lambda: (counting.end_window(run), counting.catch_up(run)))
     evaluate(run)
     whole = of(lambda: evaluate(run))
     data, run.eval_data = run.eval_data, replace(run.eval_data, batch_size=run.eval_data.num_rows)

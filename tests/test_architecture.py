@@ -257,7 +257,9 @@ def test_few_modules_touch_the_environment():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "name"), [("training.loop", "step"), ("training.counting", "end_step")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("training.loop", "step"), ("training.loop", "update"), ("training.counting", "record_step")]
+)
 def test_a_step_does_not_wait_for_the_device(module, name):
     nodes = ast.walk(trees()[module])
     body = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -266,7 +268,7 @@ def test_a_step_does_not_wait_for_the_device(module, name):
                "isfinite"}  # fmt: skip
     assert not waiting & set(called)
     # The documented exception: train.on_nan=skip needs its decision on the host.
-    assert called.count("finite_everywhere") == (1 if name == "step" else 0)
+    assert called.count("finite_everywhere") == (1 if name == "update" else 0)
 
 
 # Collectives

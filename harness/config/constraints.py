@@ -113,7 +113,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         yield Conflict("parallel.strategy", error.message, error.hint)
         return
     yield from strategy.conflicts(config)
-    if config.parallel.param_dtype != "float32" and not strategy.shards:
+    if config.parallel.param_dtype != "float32" and not strategy.shards_weights:
         yield Conflict(
             "parallel.param_dtype",
             f"param_dtype is the dtype in which fsdp gathers weights, but the strategy is {config.parallel.strategy}",
@@ -122,7 +122,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
     if config.parallel.logical_ranks is not None:
         for setting, reason in needs_of_logical_ranks(config):
             yield Conflict("parallel.logical_ranks", reason, f"use {setting}, or remove parallel.logical_ranks")
-    yield from _checkpoint(config, strategy.shards)
+    yield from _checkpoint(config, strategy.shards_weights)
     if config.precision.backend == "apex" and config.needs_our_amp:
         yield Conflict(
             "precision.backend",

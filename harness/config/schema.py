@@ -494,4 +494,4 @@ class Config(Section):
         """True if a setting is used that only harness.apex supports; ``backend: auto`` then selects it."""
         strategy = plugins.find("strategy", self.parallel.strategy, "parallel.strategy")
         section = self.parallel
-        return strategy.shards or bool(section.sync_batchnorm or section.logical_ranks or self.optimizer.larc)
+        return strategy.shards_weights or bool(section.sync_batchnorm or section.logical_ranks or self.optimizer.larc)

@@ -1,8 +1,12 @@
 """The rows of one process, in batches: training steps from any position of an epoch, and evaluation batches.
 
 A *rank* is a logical one here: usually the process; with parallel.logical_ranks, a process computes several in turn.
-This process decides which rows each batch has, and worker processes only load them: resuming at a position needs no
-state of theirs. ``shards`` has the rules for which rows a rank trains on.
+This process decides which rows each batch has, and worker processes only load them, some batches ahead: resuming at a
+position needs no state of theirs. ``shards.shard`` returns the rows that a rank trains on, in order.
+
+The last step of an epoch, the tail, is uneven. 10 rows on 3 ranks, with 3 rows of each in a step: in the first step,
+each rank has 3 rows, of weight 1.0; in the second, rank 0 has the last row, of weight 3.0, and ranks 1 and 2 have a
+*filler*, a row of weight zero, since all ranks must run the same number of backward passes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from harness.data.row_order import RowOrder
 from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_left, num_steps, shard
 from harness.errors import TrainingError
 
-_PASSES = 2  # over an epoch without counting a step, as for statistics; with more, a loop is taken for endless
 ADVANCE = (
     "in your loop, call run.train_data.advance(run.state.segments) after each step, and run.state.next_epoch() after "
     "the last one"
@@ -65,6 +68,30 @@ class Part(NamedTuple):
         return self.number == self.num - 1
 
 
+class Passes:
+    """Finds a loop of the user's own that would never end, since it counts no step."""
+
+    MOST = 2  # passes over an epoch without counting a step, as for statistics
+
+    def __init__(self) -> None:
+        self._last: list[tuple[Sequence[Segment], tuple[int, int]]] = []  # from which list, epoch and step
+
+    def start(self, epoch: int, segments: Sequence[Segment]) -> tuple[int, int]:
+        """Return the position of a pass. Raises TrainingError if the passes before it started there, too."""
+        position = epoch, sum(segment.steps for segment in segments)
+        if sum(of is segments and start == position for of, start in self._last) == self.MOST:
+            raise TrainingError(
+                f"all groups of epoch {epoch + 1} have been used {self.MOST} times, and none was counted: this loop "
+                "would never end",
+                hint=ADVANCE,
+            )
+        return position
+
+    def end(self, segments: Sequence[Segment], position: tuple[int, int]) -> None:
+        """Note that a pass came to the end of the epoch."""
+        self._last[:] = [(segments, position), *self._last][: self.MOST]
+
+
 @dataclass(frozen=True)
 class TrainData:
     """The training rows of one process, which computes ``ranks`` of ``num_ranks``, in groups: the micro-batches of one
@@ -80,8 +107,7 @@ class TrainData:
     tail: Literal["use", "drop"] = "use"
     batch_norm_spans_ranks: bool = False
     """Whether batch norms compute with the rows of all ranks, so that a rank may have a single one."""
-    _uncounted_passes: list[tuple[Sequence[Segment], tuple[int, int]]] = field(default_factory=list)
-    """The last times that ``groups`` came to the end of an epoch: from which list, epoch and step."""
+    _passes: Passes = field(default_factory=Passes)
 
     @property
     def num_rows(self) -> int:
@@ -93,8 +119,8 @@ class TrainData:
     def steps_left(self, segments: Sequence[Segment], ranks_of: Segment | None = None) -> int:
         """Return the number of steps of an epoch after ``segments``, taken by the ranks of the segment ``ranks_of``, by
         default by the current ones: the same on every rank."""
-        ranks = ranks_of or self
-        return num_steps(num_rows_left(self.num_rows, segments), ranks.num_ranks, ranks.per_rank, self.tail)
+        num_ranks, per_rank = (ranks_of.num_ranks, ranks_of.per_rank) if ranks_of else (self.num_ranks, self.per_rank)
+        return num_steps(num_rows_left(self.num_rows, segments), num_ranks, per_rank, self.tail)
 
     def advance(self, segments: list[Segment]) -> None:
         """Add one step by the current ranks to ``segments``, in place."""
@@ -108,16 +134,7 @@ class TrainData:
     def groups(self, epoch: int, segments: Sequence[Segment]) -> Iterator[list[MicroBatch]]:
         """Yield the groups of ``epoch`` after ``segments``: the same number on every rank, fewer only if the loader's
         ``leave`` ended a wait. Raises TrainingError if the list ``segments`` comes back unchanged again and again."""
-        position = epoch, sum(segment.steps for segment in segments)
-        passes = sum(
-            epoch_segments is segments and start == position for epoch_segments, start in self._uncounted_passes
-        )
-        if passes == _PASSES:
-            raise TrainingError(
-                f"all groups of epoch {epoch + 1} have been used {_PASSES} times, and none was counted: this loop "
-                "would never end",
-                hint=ADVANCE,
-            )
+        position = self._passes.start(epoch, segments)
         done, first_step = list(segments), 0
         if done and self._is_current(done[-1]):
             first_step = done.pop().steps  # the current ranks continue the last segment with the same assignment
@@ -147,13 +164,12 @@ class TrainData:
                 MicroBatch.of(batch, part, len(part.rows) * self.num_ranks / total)
                 for part, batch in zip(parts, group, strict=True)
             ]
-        self._uncounted_passes[:] = [(segments, position), *self._uncounted_passes][:_PASSES]
+        self._passes.end(segments, position)
 
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
         """Return the rows of this process in ``step``, in the same number of parts on every rank.
 
-        In the tail, parts are uneven and may be empty. All ranks must run the same number of backward passes, so the
-        caller fills an empty part with a row of weight zero.
+        In the tail, parts are uneven, and may be empty: the caller then gives them a filler.
         """
         first_row = step * self.per_rank
         longest = min(self.per_rank, -(-num_left // self.num_ranks) - first_row)

@@ -1,14 +1,15 @@
 """What all ranks do in step: who waits for whom, how long, and who raises an error of one of them. The stages:
 
-stage       may be longer than timeout_s  may hold collectives  an error is raised on  with several ranks, ended by
-together    no                            no                    all ranks              the ``gather`` at its end
-patiently   yes, up to work_timeout_s     no                    all ranks              ``heartbeats``, which are gathers
-announced   yes, up to work_timeout_s     yes                   this rank              its collectives
-limited     with one rank, up to limit_s  yes                   this rank              none: the others notice
+stage       for example                 it may take, in s  collectives in it  an error of one rank
+together    opening the tables          timeout_s          no                 is raised on all, by a gather at its end
+patiently   a download                  work_timeout_s     no                 is raised on all, by heartbeats
+announced   the first, compiling step   work_timeout_s     yes                ends the run, as anywhere else
+limited     work of a single rank       its ``limit_s``    yes                ends the run, as anywhere else
 
-When a rank dies, the watchdogs (watchdog.py) of the others end them within 30 s; ``timeout_s`` is for a rank that
-hangs. A collective that takes longer raises with gloo; with nccl, or in a wait for the device, the watchdog ends the
-rank. It ends a single rank after the same times, but for ``together``, which does not limit it.
+A rank that dies is noticed by the peer whose collective breaks, or by its launcher; one that fails reports itself. The
+watchdogs (watchdog.py) of the others end them within 30 s. ``timeout_s`` is for a rank that hangs: with gloo, the
+collectives of its peers raise then; with nccl, or in a wait for the device, their watchdogs end them. A single rank has
+no peers to wait for it, so the watchdog ends it after the same times, except in ``together``.
 """
 
 from __future__ import annotations
@@ -65,19 +66,26 @@ class Runtime(Collectives):
                 raise  # which ends a forked process: the collectives are those of its parent
             own_error = error
         if self.world_size > 1:
-            # Usually, an error comes from the rank that has it. After an inner stage, all ranks have the error of one,
-            # which then raises its original, with the traceback, and the others the copy that is gathered first.
-            origin = getattr(own_error, "origin_rank", None)
-            origin = self.rank if origin is None else origin
-            failure = None if own_error is None else (as_harness_error(own_error, doing), origin)
-            failures = [each for each in self.gather(failure) if each is not None]
-            if failures:
-                first_error, first_origin = failures[0]
-                if own_error is None or first_origin != self.rank:
-                    first_error.origin_rank = first_origin
-                    raise first_error
+            self._raise_first(own_error, doing)
         if own_error is not None:
             raise own_error
+
+    def _raise_first(self, own_error: Exception | SystemExit | None, doing: str) -> None:
+        """Raise a copy of the error of the lowest rank that has one, but on that rank itself, where the caller raises
+        the original, with its traceback. Collective.
+
+        Rank 1 fails: rank 0 raises a copy with origin_rank 1, which an outer stage gathers from both of them. There,
+        rank 0 must not appear as the origin.
+        """
+        origin = getattr(own_error, "origin_rank", None)
+        origin = self.rank if origin is None else origin
+        failure = None if own_error is None else (as_harness_error(own_error, doing), origin)
+        failures = [each for each in self.gather(failure) if each is not None]
+        if failures:
+            first_error, first_origin = failures[0]
+            if own_error is None or first_origin != self.rank:
+                first_error.origin_rank = first_origin
+                raise first_error
 
     def patiently(self, doing: str, work: Callable[[], Value], limit_s: float | None = None) -> Value:
         """Return ``work()``, which a thread does while the ranks exchange heartbeats: it may take long, but must not

@@ -102,7 +102,7 @@ def build(config: Config, runtime: Runtime, folder: RunFolder, stop: Stop) -> Ru
 
 def require_optimizer(config: Config) -> None:
     """Raise ConfigError if there is no such optimizer, or if the strategy allows none of its kind."""
-    registry.find(config.optimizer.name, strategy_class(config.parallel).shards)
+    registry.find(config.optimizer.name, strategy_class(config.parallel).shards_weights)
 
 
 def require_model(config: Config, weights: bool = True) -> None:
@@ -140,7 +140,7 @@ def strategy_and_model(config: Config, task: OpenedTask, ranks: LogicalRanks) ->
     with runtime.announced("building the model"), runtime.together("building the model"):
         amp = precision.choose(config.precision, runtime.device, config.needs_our_amp)
         parallel = strategy_class(config.parallel)(config.parallel, amp, ranks)
-        model = _without_values(config, task) if parallel.sharded and runtime.rank else build_model(config, task)
+        model = _without_values(config, task) if parallel.holds_shard and runtime.rank else build_model(config, task)
         determinism.require_restorable(model, runtime.device, config.train.deterministic)
         recompute.apply(model, config.model.activation_checkpointing)
         require_mixable(config, task)
@@ -162,7 +162,7 @@ def place(config: Config, parallel: ParallelStrategy, model: nn.Module, has_star
     """Move the model to its device, equal on all ranks, and let the strategy replace modules and parameters.
     Collective."""
     runtime = parallel.ranks.runtime
-    if parallel.sharded:  # ``prepare`` moves it in parts
+    if parallel.holds_shard:  # ``prepare`` moves it in parts
         runtime.all_equal(sharding.layout(model), "the model", "its layers must not depend on the rank or on chance")
     else:
         with runtime.together("moving the model to its device"):

@@ -24,8 +24,8 @@ from harness.training.run import Run
 Losses = list[tuple[Tensor, MicroBatch]]  # of the micro-batches of a step
 
 
-def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
-    """Add the losses, on the device, and leave the step to ``count_last_step``. ``skip``: whether it is skipped; a
+def record_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
+    """Add the losses, on the device, and leave the step to ``catch_up``. ``skip``: whether it is skipped; a
     tensor where only the device knows, not 0 if so."""
     first_rank = run.ranks.own.start
     step_rows = StepRows([], [0] * len(run.ranks.own), [[] for _ in run.ranks.own])
@@ -39,15 +39,15 @@ def end_step(run: Run, losses: Losses, skip: bool | Tensor) -> None:
                 run.meter.add_loss(loss, micro.num_rows, skip, micro.rank - first_rank)
     run.uncounted = step_rows, Reading({"skip": skip}) if isinstance(skip, Tensor) else skip
     if not isinstance(skip, Tensor):
-        count_last_step(run)
+        catch_up(run)
 
 
 def end_window(run: Run) -> None:
-    """End the steps of a log line, which ``count_last_step`` writes: on a GPU, that of the next step. Collective."""
+    """End the steps of a log line, which ``catch_up`` writes: on a GPU, that of the next step. Collective."""
     collect_waits(run)
     run.meter.end_window(run.precision.next_scale())
     if run.runtime.device.type != "cuda":
-        count_last_step(run)
+        catch_up(run)
 
 
 def collect_waits(run: Run) -> None:
@@ -58,7 +58,7 @@ def collect_waits(run: Run) -> None:
     run.meter.costs.add({"tracker": run.tracker.take_cpu_s()})
 
 
-def count_last_step(run: Run) -> None:
+def catch_up(run: Run) -> None:
     """Count the last step, and write the log line of a window that has ended, if that is not done. Collective."""
     if run.uncounted is not None:
         (step_rows, skip), run.uncounted = run.uncounted, None
@@ -70,11 +70,11 @@ def count_last_step(run: Run) -> None:
         for rows in step_rows.rows:
             run.coverage.add(rows, skipped)
     if run.meter.ended:
-        close_window(run)
+        write_line(run)
         run.meter.timer.start()  # the line is not part of a step
 
 
-def close_window(run: Run) -> None:
+def write_line(run: Run) -> None:
     """Count and check what was measured since the last log line, and write the next. Collective."""
     run.this_start.num_threads = determinism.warn_of_threads(run.this_start.num_threads, run.runtime.device)
     run.meter.tick()

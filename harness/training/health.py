@@ -57,26 +57,26 @@ class Health:
         fixed = {name for name, tensor in self._tensors() if not tensor.requires_grad}
         self._unchecked = frozenset(fixed.intersection(_not_finite(self._peaks_of_all_ranks())))
 
-    def loss(self, total: float, steps: int, state: State, saved_step: int) -> None:
+    def loss(self, total: float, steps: int, state: State, on_disk: int) -> None:
         """Check ``total``, the reduced loss of the last ``steps`` steps, and the steps skipped in a row. Collective."""
         if not math.isfinite(total):
             when = "in the last step" if steps == 1 else f"within the last {steps} steps"
-            self._fail(f"the loss became {total} {when}", state, saved_step, batches=True)
+            self._fail(f"the loss became {total} {when}", state, on_disk, batches=True)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             problem = f"{state.skipped_in_a_row} steps in a row were skipped because their gradients were not finite"
-            self._fail(problem, state, saved_step)
+            self._fail(problem, state, on_disk)
 
-    def weights(self, state: State, saved_step: int) -> None:
+    def weights(self, state: State, on_disk: int) -> None:
         """Check the weights, their moving average, the buffers and the optimizer's state on every rank, and that ranks
         have the same weights. Collective; the host waits."""
         if _not_finite(self._peaks_of_all_ranks(equal=True)):
-            self._fail("the weights are no longer finite", state, saved_step)
+            self._fail("the weights are no longer finite", state, on_disk)
         # An infinite second moment freezes its weight, which stays finite.
         bad = _not_finite(_peaks_of_this_rank(self._optimizer_state()))
         if names := [name for rank_names in self.runtime.gather(bad[:1]) for name in rank_names]:
-            self._fail(f"the optimizer's {names[0]} is no longer finite", state, saved_step)
+            self._fail(f"the optimizer's {names[0]} is no longer finite", state, on_disk)
 
-    def updates(self, state: State, saved_step: int) -> None:
+    def updates(self, state: State, on_disk: int) -> None:
         """At the end of an epoch, check that it updated the weights. Collective.
 
         At the start the loss scale may have to fall for longer than a short epoch. So an epoch without an update fails
@@ -84,7 +84,7 @@ class Health:
         """
         if state.epoch_skipped and not state.epoch_applied and not self.precision.can_lower_scale():
             problem = f"no step of epoch {state.epoch + 1} updated the weights ({state.epoch_skipped} skipped)"
-            self._fail(f"{problem}: their gradients were not finite", state, saved_step)
+            self._fail(f"{problem}: their gradients were not finite", state, on_disk)
 
     def validation(self, metrics: dict[str, float], state: State) -> None:
         """Check the validation loss. Collective.

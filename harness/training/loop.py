@@ -1,21 +1,10 @@
 """The training loop: train, epoch, step, evaluation.
 
-``run.precision`` is amp's interface. A step waits for the device as little as its level and its strategy allow
-(benchmarks/results/waits.md has the numbers):
+``run.precision`` is amp's interface; its module says who skips a step after an overflow, and when the host waits for
+the device. With train.on_nan: stop, other NaNs are applied, and ``health`` fails the run at the next log line or save.
 
-    level                           after an overflow, the update is skipped by  the host waits in a step
-    O0, O3 to O5                    nobody: by default, their scale is constant  never
-    O1, not fsdp, fused optimizer   the device, within the update                never; ``counting`` does, later
-    O1 otherwise; O2                amp, on the host                             once, at the end of the backward pass
-    each with train.on_nan: skip    ``step``, too, after any other NaN or        once more, in ``finite_everywhere``; at
-                                    infinity                                     O1, it waits for amp, too
-
-On a GPU, ``counting`` counts some steps, and writes log lines, while the device does the next backward pass, so that it
-does not run out of work. Before hooks, a save and the end of an epoch, all steps are counted.
-
-With train.on_nan: stop, a NaN does not stop its own step: unless amp skips it, the update is applied, and the run fails
-at the next log line or save (``health``). ``run.stop.poll``, which evaluations call, too, mostly does not wait either:
-one call starts a reduction of the ranks' requests to stop, and the next reads it.
+``catch_up`` counts the step before, if that is still to be done, and writes the log line that is due. On a CPU, a step
+is counted as it ends; on a GPU, the host first queues the next backward pass, so that the device has work meanwhile.
 """
 
 from __future__ import annotations
@@ -25,12 +14,13 @@ import sys
 import time
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from harness.data.rank_data import MicroBatch
 from harness.training import run_log
 from harness.training.checkpoints.checkpointing import keep_best, save
-from harness.training.counting import Losses, count_last_step, end_step, end_window
+from harness.training.counting import Losses, catch_up, end_window, record_step
 from harness.training.evaluation.evaluate import evaluate, try_evaluation
 from harness.training.hooks import AFTER_EVALUATION, AFTER_STEP, BEFORE_TRAINING
 from harness.training.measuring.step_timer import end_backward_before_exchange
@@ -54,7 +44,7 @@ def begin(run: Run) -> None:
     run.meter.stop_clock()
     run.hooks.call(BEFORE_TRAINING, run)
     if run.state.step:
-        save(run)  # if it resumed from another run, which it then no longer needs
+        save(run)  # does nothing, unless it resumed from another run, which it then no longer needs
         run.writer.wait()
     try_evaluation(run)  # of a task of the user's own, on one batch: its faults are found before an epoch is over
 
@@ -101,13 +91,13 @@ def epoch(run: Run) -> None:
         if run.stop.poll() or number == last_step or state.ended:
             break  # the save of ``train_to_end`` comes after the end of the window
         if steps_left and run.sizes.save_every and number % run.sizes.save_every == 0:
-            count_last_step(run)
+            catch_up(run)
             save(run)
-    count_last_step(run)
+    catch_up(run)
     run.progress.stop()
     if run.meter.steps and (steps_left == 0 or run.evaluation_due()):
         end_window(run)  # one that is shorter than ``log_every``
-        count_last_step(run)
+        catch_up(run)  # on a GPU, its line is still to be written
     run.meter.stop_clock()
     if steps_left == 0 or run.finished():
         run.health.updates(state, run.writer.complete)
@@ -118,34 +108,18 @@ def epoch(run: Run) -> None:
 
 
 def step(run: Run, group: list[MicroBatch], measured: bool = False) -> None:
-    """Take one optimizer step over the micro-batches of ``group``, applied or skipped on all ranks alike: amp looks at
-    averaged gradients (of shards, torch reduces what it finds), ``finite_everywhere`` at a sum. Collective.
-
-    ``measured``: a log line with the gradient norm follows.
-    """
-    train, precision, timer = run.config.train, run.precision, run.meter.timer
+    """Take one optimizer step over the micro-batches of ``group``. ``measured``: a log line with the gradient norm
+    follows. Collective."""
+    timer = run.meter.timer
     timer.start()
     losses = backward(run, group)
-    count_last_step(run)
+    catch_up(run)  # now that the device has work; the learning rate depends on the number of steps
     run.set_lr()
-    host_waits = train.on_nan == "skip"
-    # will_skip may wait for the device. skip_flag never does: it may be a tensor there, not 0 if the step is skipped.
-    skip = precision.will_skip(run.optimizer) if host_waits else precision.skip_flag(run.optimizer)
-    if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
-        run.gradient_hook(precision.master_params(run.optimizer), run.step)
-    params = precision.master_params(run.optimizer)
-    if train.clip_norm is not None:
-        run.meter.norm = clip_grad_norm_(params, train.clip_norm)
-    elif host_waits or measured:
-        run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    if host_waits and not skip and not finite_everywhere(run, losses):
-        skip = True  # the optimizer is not called: it may count a step without gradients, or decay weights
-    else:
-        run.optimizer.step()  # after an overflow, amp has replaced it, and it updates nothing
-    end_step(run, losses, skip)  # adds up the losses, on the device
+    skipped = update(run, losses, measured)
+    record_step(run, losses, skipped)  # adds up the losses, on the device
     timer.end("optimizer")
     if run.hooks.after_step:
-        count_last_step(run)
+        catch_up(run)
         run.hooks.call(AFTER_STEP, run)  # which may look at the gradients
         timer.start()  # their time is not part of the step
     clear_gradients(run.optimizer)
@@ -172,6 +146,26 @@ def backward(run: Run, group: list[MicroBatch]) -> Losses:
                 timer.end("reduce" if exchange else "backward")
         losses.append((loss, micro))
     return losses
+
+
+def update(run: Run, losses: Losses, measured: bool) -> bool | Tensor:
+    """Update the weights, or skip that on all ranks alike: amp looks at averaged gradients (of shards, torch reduces
+    what it finds), ``finite_everywhere`` at a sum. Return whether it is skipped: True or False, or a tensor where only
+    the device knows, not 0 if so. Collective."""
+    train, precision, optimizer = run.config.train, run.precision, run.optimizer
+    host_waits = train.on_nan == "skip"
+    skip = precision.will_skip(optimizer) if host_waits else precision.skip_flag(optimizer)  # which never waits
+    if run.gradient_hook and skip is not True:  # where only the device knows of an overflow, they may be infinite
+        run.gradient_hook(precision.master_params(optimizer), run.step)
+    params = precision.master_params(optimizer)
+    if train.clip_norm is not None:
+        run.meter.norm = clip_grad_norm_(params, train.clip_norm)
+    elif host_waits or measured:
+        run.meter.norm = get_total_norm([param.grad for param in params if param.grad is not None])
+    if host_waits and not skip and not finite_everywhere(run, losses):
+        return True  # the optimizer is not called: it may count a step without gradients, or decay weights
+    optimizer.step()  # after an overflow, amp has replaced it, and it updates nothing
+    return skip
 
 
 def finite_everywhere(run: Run, losses: Losses) -> bool:

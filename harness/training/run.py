@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from harness.config.duration import RunPosition
 from harness.config.schema import Config
-from harness.data.rank_data import ADVANCE, EvalData, TrainData
-from harness.data.shards import Segment
+from harness.data.rank_data import EvalData, TrainData
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import TrainingError, plural
 from harness.runs.checkpoints import Checkpoints
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers.metrics_log import MetricsLog
 from harness.training.checkpoints.checkpoint_writer import CheckpointWriter
+from harness.training.evaluation import interval
 from harness.training.health import Health
 from harness.training.hooks import Hooks
 from harness.training.measuring.meter import Meter, Reading, StepRows
@@ -134,26 +132,15 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Return True if the present step is to be evaluated and is not yet: training is over, or an interval of
-        ``train.evaluate_every`` has ended, also with the last step of the epoch before. Right after a resume on another
-        number of ranks, those that took the step decide that. Raises TrainingError if a loop of the user's own has
-        counted more steps than the epoch has."""
-        if self.finished():
-            return self.state.step > self.state.evaluated
-        position = self._position(self.state.segments[-1] if self.state.segments else None)
-        self._require_advanced(position)
-        return self.state.step > self.state.evaluated and self.config.train.evaluate_every.ends_at(position)
+        ``train.evaluate_every`` has ended, also with the last step of the epoch before. Raises TrainingError if a loop
+        of the user's own has counted more steps than the epoch has."""
+        train, state = self.config.train, self.state
+        ended = self.finished() or interval.has_ended(train, state, self.train_data)
+        return ended and state.step > state.evaluated
 
     def steps_to_evaluation(self) -> int:
-        """Return the steps to the next end of an interval, at least 1: whole epochs end with epochs of any length, and
-        steps count from the start of the run."""
-        return self.config.train.evaluate_every.steps_left(self._position())
-
-    def _position(self, ranks_of: Segment | None = None) -> RunPosition:
-        """Return the position of the run if the ranks of the segment ``ranks_of``, by default the present ones, take
-        the rest of the epoch."""
-        state = self.state
-        done = sum(segment.steps for segment in state.segments)
-        return RunPosition(state.step, state.epoch, done, done + self.train_data.steps_left(state.segments, ranks_of))
+        """Return the steps to the next end of an interval, at least 1."""
+        return interval.steps_left(self.config.train, self.state, self.train_data)
 
     def set_lr(self) -> None:
         """Give the optimizer the learning rates of the next step."""
@@ -178,13 +165,3 @@ class Run:
         with closing(self.eval_data.loader), closing(self.train_data.loader):
             self.writer.close()
             self.tracker.close(done=self.finished() and not self.runtime.failed)
-
-    def _require_advanced(self, position: RunPosition) -> None:
-        """Raise TrainingError if a loop of the user's own has counted more steps than the epoch has."""
-        counted = self.state.epoch_applied + self.state.epoch_skipped
-        if counted > position.per_epoch:
-            raise TrainingError(
-                f"the loop has counted {plural(counted, 'step')} of epoch {position.epoch + 1}, which has "
-                f"{position.per_epoch}, and advanced by {position.done}",
-                hint=ADVANCE,
-            )

@@ -24,7 +24,8 @@ class State:
     segments: list[Segment] = field(default_factory=list)
     epoch_applied: int = 0  # steps of this epoch that changed the weights
     epoch_skipped: int = 0
-    epoch_rows: int = 0  # the rows of the applied ones over all ranks, up to the last log line
+    # Rows and losses count up to the last log line only.
+    epoch_rows: int = 0  # the rows of the applied steps, over all ranks
     epoch_loss: float = 0.0  # the sum of the losses of these rows
     step: int = 0  # optimizer steps, including skipped ones
     applied: int = 0  # those that changed the weights; the schedule counts these

@@ -81,7 +81,7 @@ def test_steps_on_a_cuda_device_wait_as_often_as_the_table_says(tmp_path, built,
     groups = iter(run.train_data.groups(0, []))
     for _ in range(3):
         loop.step(run, next(groups))
-    counting.count_last_step(run)
+    counting.catch_up(run)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -177,7 +177,7 @@ def test_late_decisions_give_the_same_bits(start, optimizer):
 def _at_once(run: Run) -> None:
     counting.collect_waits(run)
     run.meter.end_window(run.precision.loss_scale())
-    counting.close_window(run)
+    counting.write_line(run)
 
 
 @pytest.mark.parametrize(("number", "saved"), [(5, 3), (7, 6)], ids=["within an epoch", "after an epoch"])

@@ -49,7 +49,7 @@ def test_one_process_with_one_device_uses_the_bare_model(name, caplog):
     assert parallel.prepare(model) is model
     parallel.wrap(model)
     assert parallel.model is parallel.module is parallel.eval_model is model
-    assert not parallel.sharded
+    assert not parallel.holds_shard
     expected = (
         ["parallel.strategy=dp found only one device (cpu), so it acts as parallel.strategy=none"]
         if name == "dp"

@@ -162,7 +162,7 @@ class TrialStep:
     def require_memory(self, facts: dict[str, Any]) -> None:
         """Add to ``facts`` what a rank of the run holds, in words: measured as far as the trial came, else estimated.
         Raises ConfigError if that is more than its device has."""
-        config, share = self.config, 1 / (self.world_size if strategy_class(self.config.parallel).shards else 1)
+        config, share = self.config, 1 / (self.world_size if strategy_class(self.config.parallel).shards_weights else 1)
         level = config.precision.opt_level
         parts = self._held()
         shown = [f"{name} {memory.shown(share * size)}" for name, size in parts.items() if size]

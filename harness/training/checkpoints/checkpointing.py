@@ -149,7 +149,7 @@ def _state(run: Run, part: nn.Module | torch.optim.Optimizer | Ema, shards: bool
     """Return the state dict of ``part``: with ``shards`` that of this rank, else, on rank 0 only, with sharded tensors
     gathered. Collective."""
     is_first = run.runtime.rank == 0
-    if run.parallel.sharded and not shards:
+    if run.parallel.holds_shard and not shards:
         whole: dict[str, Any] = sharding.whole(part.state_dict(), keep=is_first)
         return whole
     return part.state_dict() if shards or is_first else {}

@@ -165,7 +165,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     restored before may draw from them.
     """
     own_shards = sharding.own_shards(run.module, run.optimizer, run.ema.average if run.ema else ())
-    mapped = run.parallel.sharded  # each rank then reads only its shard
+    mapped = run.parallel.holds_shard  # each rank then reads only its shard
     content = cast(Content, run.checkpoints.read(path, mapped, own_shards))
     _check_fit(run, content, path)
     try:

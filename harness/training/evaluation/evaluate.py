@@ -50,7 +50,7 @@ def evaluate(run: Run) -> Report | None:
                 rank, batch = next(turns)
                 bad_rows += batch.bad if batch is not None else ()
                 if batch is None or not len(batch):  # this rank has no more rows, or could not read any
-                    if run.parallel.sharded:
+                    if run.parallel.holds_shard:
                         module(prepare(run, run.train_data.any_inputs()))
                 else:
                     num_rows += len(batch)
@@ -100,7 +100,7 @@ def try_evaluation(run: Run) -> None:
     """
     config = run.config
     is_own = "." in config.task.name or "." in getattr(config.task, "loss_name", "")
-    if not is_own or run.state.step or run.parallel.sharded or config.model.compile:
+    if not is_own or run.state.step or run.parallel.holds_shard or config.model.compile:
         return
     with run.runtime.together("trying an evaluation"), _without_a_trace(run), torch.no_grad():
         try:

@@ -36,7 +36,7 @@ def write_for_run(run: Run) -> bool:
     weights = best_weights(run.runtime, run.folder.weights)
     run.module.load_state_dict(sharding.model_parts(run.module, weights))
     run.module.eval()
-    predictor = Predictor(run.config, run.runtime, run.task, run.parallel.eval_model, run.parallel.sharded)
+    predictor = Predictor(run.config, run.runtime, run.task, run.parallel.eval_model, run.parallel.holds_shard)
     out = run.folder.path / layout.PREDICTIONS
     totals = write(predictor, run.eval_data.loader, run.stop, out, run.progress)
     if totals is None:

@@ -195,7 +195,7 @@ def _settings(
     is_slow = emulated_half.warning(_with(config, "precision.opt_level", "O4").precision, device)
     if config.precision.opt_level == "O0" and rows / 2 <= most_rows and not is_slow:
         yield "precision.opt_level", "O4", "activations in bfloat16, half the size"
-    if world_size > 1 and not strategy_class(config.parallel).shards:
+    if world_size > 1 and not strategy_class(config.parallel).shards_weights:
         yield "parallel.strategy", "fsdp", f"weights, gradients and optimizer state shared by {world_size} ranks"
     if config.train.ema_decay:
         yield "train.ema_decay", None, "no moving average"

@@ -1,6 +1,14 @@
 """Mixed precision with one interface over two implementations: an installed Apex with amp, and harness.apex.
 
 The rest of the harness uses only ``Precision``. Its implementation is chosen here, logged, and saved in checkpoints.
+A step waits for the device as little as its level and its strategy allow (benchmarks/results/waits.md has the numbers):
+
+    level                           after an overflow, the update is skipped by  the host waits in a step
+    O0, O3 to O5                    nobody: by default, their scale is constant  never
+    O1, not fsdp, fused optimizer   the device, within the update                never; ``counting`` does, later
+    O1 otherwise; O2                amp, on the host                             once, at the end of the backward pass
+    each with train.on_nan: skip    ``loop.update``, too, after any other NaN    once more, in ``finite_everywhere``; at
+                                    or infinity                                  O1, it waits for amp, too
 """
 
 from __future__ import annotations

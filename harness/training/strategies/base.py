@@ -32,7 +32,7 @@ class ParallelStrategy:
     """
 
     one_process: ClassVar[bool] = False  # the strategy runs in one process only
-    shards: ClassVar[bool] = False
+    shards_weights: ClassVar[bool] = False
     """True if each of several processes holds a part of the weights, as DTensors. ``prepare`` then gets the model on
     the CPU, where only rank 0 needs its values, and moves it to the device. A forward pass, and reading a whole
     parameter, are collective. Such a strategy needs harness.apex, whose amp reads DTensors."""
@@ -71,12 +71,12 @@ class ParallelStrategy:
             )
 
     @property
-    def sharded(self) -> bool:
+    def holds_shard(self) -> bool:
         """True if this process holds a part of the weights only."""
-        return self.shards and self.world_size > 1
+        return self.shards_weights and self.world_size > 1
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Make the changes that replace parameters or modules. Collective if the strategy ``shards``."""
+        """Make the changes that replace parameters or modules. Collective if the strategy ``shards_weights``."""
         return self.precision.synchronized(model) if self._syncs_norms else model
 
     def wrap(self, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ _NEEDS_WHOLE_PARAMETERS = re.compile(
 class Strategy(ParallelStrategy):
     """Shards over all ranks (``harness.training.strategies.sharding``). One process has the bare model."""
 
-    shards = True
+    shards_weights = True
 
     @classmethod
     def conflicts(cls, config: Config) -> Iterator[Conflict]:
@@ -80,7 +80,7 @@ class Strategy(ParallelStrategy):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
-        if self.sharded:
+        if self.holds_shard:
             import torch
 
             from harness.training.strategies import sharding
@@ -90,21 +90,21 @@ class Strategy(ParallelStrategy):
 
     def wrap(self, model: Any) -> None:
         super().wrap(model)
-        self.exchanges = self.sharded
-        if self.sharded:
+        self.exchanges = self.holds_shard
+        if self.holds_shard:
             self._switch = model.set_requires_gradient_sync
             types = "" if self.section.param_dtype == "float32" else f" of {self.section.param_dtype}"
             parts = sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
             self.summary = f"fsdp in {plural(parts, 'part')}{types}"
 
     def switch_sync(self, on: bool) -> None:
-        if self.sharded:
+        if self.holds_shard:
             self._switch(on)
 
     def compile(self, mode: str | None) -> None:
         from harness.training.model import compiled
 
-        if self.sharded:
+        if self.holds_shard:
             compiled.compile_units(self.model)
         else:
             super().compile(mode)
