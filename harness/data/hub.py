@@ -32,6 +32,8 @@ _WEIGHTS = (
     ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"],
     ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"],
 )
+ADAPTER = "adapter_config.json"
+WHOLE = "give a whole model, as merge_and_unload().save_pretrained writes it"
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -48,8 +50,8 @@ def folder(name: str, where: str) -> Path:
         if (path / layout.CONFIG).is_file():
             export = f"harness export {location} --format huggingface --out FOLDER"
             hint = f"it is a run: to start from it, keep model.name and set model.weights={location}; or type {export}"
-        if (path / "adapter_config.json").is_file():
-            hint = "it is an adapter of peft: give a whole model, as merge_and_unload().save_pretrained writes it"
+        if (path / ADAPTER).is_file():
+            hint = f"it is an adapter of peft: {WHOLE}"
         raise ConfigError(f"the folder {path} has no {CONFIG}", where=where, hint=hint)
     return path
 

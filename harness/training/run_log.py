@@ -111,7 +111,8 @@ def log_evaluation(run: Run, report: Report, took_s: float) -> dict[str, float]:
 def show_evaluation(run: Run, report: Report, metrics: Mapping[str, float], better: bool) -> None:
     """Log the ``metrics`` of ``report``, and whether they are ``better`` than before."""
     state, name = run.state, run.config.best_metric
-    best = "best so far" if better or state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
+    best = "not finite" if state.best is None else f"best: {state.best:.4f} at step {state.best_step}"
+    best = "best so far" if better else best
     values = "  ".join(f"{key} {number:.4f}{f' ({best})' if key == name else ''}" for key, number in metrics.items())
     rows = f"{report['rows_used']} of {report['rows']} rows"
     log.info("%s  validation on %s: %s", position(run, state.epoch + state.in_epoch), rows, values)

@@ -334,6 +334,13 @@ def test_weights_of_a_run_with_and_without_lora(make, tmp_path):
     _, adapted = built(config)
     with torch.no_grad():
         adapted.bert.encoder.layer[0].attention.self.query.base_layer.weight.zero_()
+    warning = weights.load(adapted, config)["warning"]
+    assert "plain.safetensors: harness export --format peft" in warning, "before the training, not after it"
+    assert not weights.load(adapted, make(model={"lora": {"targets": ["query"]}}))["warning"]
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=r"(?s)adapter is an adapter of peft, .* -> give a whole model, as"):
+        weights.find(str(tmp_path / "adapter"), config.model.name)
     weights.load(adapted, config)
     own = adapted.bert.encoder.layer[0].attention.self.query
     assert torch.equal(own.base_layer.weight, plain.bert.encoder.layer[0].attention.self.query.weight)

@@ -540,6 +540,13 @@ def test_what_is_hardly_meant_is_a_warning(folder):
     facts, problems = examine(folder, "train.min_delta=0.1", "train.patience=null")
     assert not problems
     assert "train.min_delta changes nothing without train.patience" in facts["warning"]
+    for every, epochs, told in (
+        ("2 steps", 1, "has 3 evaluations"), ("500 steps", 2, "1 evaluation:"), (1, 3, "3 eval"), (1, 4, ""),
+        ("0.5 epochs", 2, ""), ("1 steps", 1, ""),
+    ):  # fmt: skip
+        facts, _ = examine(folder, "train.patience=2", f"train.evaluate_every={every}", f"train.epochs={epochs}")
+        warned = "train.patience=2 cannot end this run early, which has " in facts.get("warning", "")
+        assert (warned, told in facts.get("warning", "")) == (bool(told), True), (every, facts)
     one_cycle = "schedule={name: one_cycle, warmup: null}", "optimizer={name: adamw, lr: 0.01}"
     facts, problems = examine(folder, *one_cycle, "optimizer.args.betas=[0.5,0.99]")
     assert not problems

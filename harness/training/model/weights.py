@@ -98,10 +98,11 @@ def load(model: nn.Module, config: Config, task: object = None) -> dict[str, Any
         summary += f"; in the file only: {_listed(unexpected)}"
     if new:
         summary += f"; {len(new)} new LoRA matrices"
-    return {
-        "source": source.name, "sha256": sha256(source.path), "summary": summary,
-        "warning": _other_statistics(source, config.task),
-    }  # fmt: skip
+    warning = _other_statistics(source, config.task)
+    if new and section.name.startswith(HUB) and not may_lack:
+        warning = f"its matrices are for the weights of {source.name}: harness export --format peft, which takes those "
+        warning += f"of {section.name} below them, will refuse the run unless they are the same"
+    return {"source": source.name, "sha256": sha256(source.path), "summary": summary, "warning": warning}
 
 
 def find(weights: str, model: str) -> WeightsFile:
@@ -122,6 +123,9 @@ def located(weights: str, model: str) -> Callable[[], WeightsFile]:
         if (path / hub.CONFIG).is_file():
             hint = f"did you mean {KEY}={HUB}{weights}?"
             raise ConfigError(f"{path} is a folder of Hugging Face", where=KEY, hint=hint)
+        if (path / hub.ADAPTER).is_file():
+            hint = f"{hub.WHOLE}, with {KEY}={HUB}FOLDER; or the run that the adapter is of"
+            raise ConfigError(f"{path} is an adapter of peft, without the weights below it", where=KEY, hint=hint)
         path /= layout.WEIGHTS
     if path.is_file():
         return lambda: WeightsFile(weights, path, _of_run(path.parent) if path.name == layout.WEIGHTS else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -95,6 +96,13 @@ def doubts(config: Config, sizes: Sizes, num_rows: int) -> Iterator[str]:
         yield (
             f"train.evaluate_every={every.written} is in epochs, and longer than the run: only its end is evaluated; "
             f"for steps, type train.evaluate_every='{every.amount} steps'"
+        )
+    interval = every.amount * (sizes.steps_per_epoch if every.unit == "epochs" else 1)
+    num_evaluations = min(sizes.total_steps, math.ceil(sizes.total_steps / interval))
+    if (patience := config.train.patience) and num_evaluations <= patience + 1:  # the first is always the best so far
+        yield (
+            f"train.patience={patience} cannot end this run early, which has {plural(num_evaluations, 'evaluation')}: "
+            "lower train.evaluate_every, or remove it"
         )
     if config.train.min_delta and not config.train.patience:
         yield "train.min_delta changes nothing without train.patience"
