@@ -7,17 +7,30 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.config.places import is_url
-from harness.data.image_files import ImageFiles
 from harness.data.row_order import spread
 from harness.data.table.table import Table
 from harness.errors import DataError, did_you_mean, first_line
 
+if TYPE_CHECKING:
+    from harness.data.image_files import ImageFiles  # it imports torchvision
+
 UNREADABLE = (RuntimeError, OSError)  # raised by torchvision and the file system
 _FEW = 20  # images of which nearly all are missing if the root is wrong
+
+
+class BadImage(DataError):
+    """The image of a row of a table cannot be used."""
+
+    row = 0
+    missing = ""
+    """The file, if there is none."""
+    skip = ""
+    """The end of the hint, which leaves the row out."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,13 @@ class ImageErrors:
     path_column: str
     is_new: bool
 
-    def unreadable(self, row: int, path: str, error: Exception) -> DataError:
+    def unreadable(self, row: int, path: str, error: Exception) -> BadImage:
         """Return the error for an image. It finds the line in the CSV by reading it, which is too slow for skipped
         rows."""
-        file, where = self.files.locate(path), self.table.where(row)
+        file = self.files.locate(path)
         if not path.strip():
-            hint = f"fill it in or remove the row; {self._skip}"
-            return DataError(f"this row has no path in column {self.path_column!r}", where=where, hint=hint)
+            what = f"this row has no path in column {self.path_column!r}"
+            return self._bad(row, what, "fill it in or remove the row", "; ")
         is_file = self.files.is_file(path)
         if isinstance(error, FileNotFoundError) and not (is_file and os.path.islink(file)):
             in_archive = not is_file and os.strerror(errno.ENOENT) not in str(error) and "archive" in str(error)
@@ -43,20 +56,23 @@ class ImageErrors:
             spelling_hint = self._other_spelling(path) if is_file else ""
             wrong_root = self.wrong_root()
             may_be_root = wrong_root or is_url(file)  # which is not asked for other images
-            hints = [spelling_hint or (self._other_root(path) if may_be_root else "restore it, or remove the row")]
-            hint = "; ".join(hints if wrong_root else [*hints, self._skip])
-            return DataError(f"image not found: {file}{cause}", where=where, hint=hint)
+            hint = spelling_hint or (self._other_root(path) if may_be_root else "restore it, or remove the row")
+            bad = self._bad(row, f"image not found: {file}{cause}", hint, "" if wrong_root else "; ")
+            bad.missing = file
+            return bad
         if isinstance(error, OSError):
-            return DataError(
-                f"image cannot be read: {file}: {error.strerror}", where=where, hint=f"replace it, {self._skip}"
-            )
-        return DataError(
-            f"image cannot be decoded: {file}: {first_line(error)}",
-            where=where,
-            hint=f"replace the file, {self._skip}",
-        )
+            return self._bad(row, f"image cannot be read: {file}: {error.strerror}", "replace it")
+        return self._bad(row, f"image cannot be decoded: {file}: {first_line(error)}", "replace the file")
 
-    def unreadable_first(self, row: int, path: str, error: Exception) -> DataError:
+    def _bad(self, row: int, message: str, hint: str, then: str = ", ") -> BadImage:
+        """Return the error with ``hint``, and ``then`` how to skip the row; without ``then``, that is left out."""
+        effect = "leave such rows without a prediction" if self.is_new else "count and replace such rows"
+        skip = f"{then}or set task.on_bad_row=skip to {effect}" if then else ""
+        bad = BadImage(message, where=self.table.where(row), hint=f"{hint}{skip}")
+        bad.row, bad.skip = row, skip
+        return bad
+
+    def unreadable_first(self, row: int, path: str, error: Exception) -> BadImage:
         """Return ``unreadable`` for the first such image, with the command that finds the others."""
         unreadable = self.unreadable(row, path, error)
         unreadable.hint += "" if self.is_new else "; harness check -c FILE finds the others"
@@ -84,7 +100,8 @@ class ImageErrors:
         """Return ``first`` with the line and path of up to ``limit`` of the rows ``others``, and the number of the
         rest."""
         also = f"; also {self.row_names(others, limit)}" if limit and others else ""
-        return DataError(f"{first.message}{also}", where=first.where, hint=first.hint)
+        first.message += also
+        return first
 
     def row_names(self, rows: Sequence[int], limit: int) -> str:
         """Return the line and path of up to ``limit`` of ``rows``, and the number of the rest."""
@@ -114,9 +131,3 @@ class ImageErrors:
         folder = next((place for place in (self.table.folder, ".") if place and self.files.is_below(place, path)), None)
         setting = f"task.root={folder}" if folder else "task.root=FOLDER"
         return f"paths in the CSV are relative to {root}: set {shlex.quote(setting)}"
-
-    @property
-    def _skip(self) -> str:
-        """The hint that leaves unreadable rows out."""
-        effect = "leave such rows without a prediction" if self.is_new else "count and replace such rows"
-        return f"or set task.on_bad_row=skip to {effect}"

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.places import IMAGE_SUFFIXES, is_url
 from harness.config.targets import image_column
+from harness.data.image_errors import BadImage
 from harness.data.image_folders import SUFFIXES, images_at
-from harness.errors import ConfigError, DataError, HarnessError
+from harness.errors import ConfigError, DataError, HarnessError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,17 +64,10 @@ def as_file(rows: Rows, columns: Sequence[str] = (), of_images: bool = False) ->
                 yield file, folder
         except HarnessError as error:
             error.message, error.where = (_of_table(text, file) for text in (error.message, error.where))
-            if of_images:  # all rows are needed
-                error.hint = error.hint.partition("or set task.on_bad_row=skip")[0].rstrip(" ,;")
-            if of_images and given is not rows and (row := re.fullmatch(r"row (\d+) of the table", error.where)):
-                typed = str(given[int(row[1])])
-                if error.message.startswith("image not found: ") and not error.message.endswith(f": {typed}"):
-                    error.message += f", nor {typed} in the working folder"
-                near = re.match(r"did you mean .*?\? ?", f"{error.hint} ")
-                error.where = f"image {row[1]}"
-                error.hint = (
-                    f"{near[0] if near else ''}give {_IMAGES}; paths are relative to the working folder or task.root"
-                )
+            if of_images and isinstance(error, BadImage):
+                error.hint = error.hint.removesuffix(error.skip)  # all rows are needed
+                if given is not rows:
+                    _name_image(error, given)
             raise
 
 
@@ -86,6 +80,15 @@ def images_of(task: TaskSection, places: Sequence[str], where: str, skipped: Cou
         what = f"the task {task.name} has no column of paths of images"
         raise ConfigError(what, where=where, hint=f"give a CSV with {' and '.join(columns) or 'its rows'}: --csv CSV")
     return column, images_at(places, skipped)
+
+
+def _name_image(error: BadImage, images: Sequence[Any]) -> None:
+    """Let ``error`` name one of ``images``, not a row of the table that they were written to."""
+    if error.missing not in ("", typed := str(images[error.row])):
+        error.message += f", nor {typed} in the working folder"
+    near = did_you_mean(error.missing, os.path.isfile) if error.missing else ""
+    hint = f"give {_IMAGES}; paths are relative to the working folder or task.root"
+    error.where, error.hint = f"image {error.row}", f"{near} {hint}".strip()
 
 
 @contextmanager
