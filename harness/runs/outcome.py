@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from harness.distributed import signals
@@ -224,18 +223,18 @@ class ExitCollector:
 
     def _judge(self, report: EngineReport) -> tuple[RunOutcome, bool]:
         """Return the outcome, and whether this start has written at the URL."""
-        with TemporaryDirectory(prefix="harness-exits-") as folder:
-            at_url = ExitFiles(copy := Path(folder))
-            is_at_url = self._fetch(copy)
-            recorded = {**at_url.read(), **self._exit_files.read()}.values()
-            first = self._exit_files.first() or at_url.first()  # on which the ranks have agreed, if they could
+        at_url = dict[str, RankExit]()
+        is_at_url = self._fetch(at_url)
+        agreed = at_url.pop(layout.FAILURE, None)
+        first = self._exit_files.first() or agreed  # on which the ranks have agreed, if they could
+        recorded = {exit.rank: exit for exit in (*at_url.values(), *self._exit_files.read().values())}.values()
         exits = [*([first] if first else []), *sorted(recorded, key=lambda exit: exit.time), *report.exits]
         world_size = report.world_size or self._world_size
         return judge(exits, report.stopped, world_size, self._shown, report.signal), is_at_url
 
-    def _fetch(self, copy: Path) -> bool:
-        """Fetch the ranks' records from the URL to ``copy``. False if this start has not written there, or if a later
-        start has taken the run over, according to this machine's ``start.json``, if there is one."""
+    def _fetch(self, records: dict[str, RankExit]) -> bool:
+        """Add the ``records`` at the URL, by file. False if this start has not written there, or if a later start has
+        taken the run over, according to this machine's ``start.json``, if there is one."""
         if self._url is None:
             return False
         try:
@@ -244,8 +243,8 @@ class ExitCollector:
                 return False
             for name in self._url.files():
                 if name == layout.FAILURE or fnmatch(name, f"{layout.LOGS}/{layout.RANK_EXITS}"):
-                    with suppress(FileNotFoundError):  # a rank that still runs may have removed it
-                        self._url.get(name, copy / name)
+                    with suppress(ValueError):  # it is damaged, or empty: a rank that still runs may have removed it
+                        records[name] = RankExit.from_json(self._url.read(name))
         except (HarnessError, OSError) as error:
             print(f"could not fetch the ranks' records: {error}", file=sys.stderr)
             return False

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import time
@@ -21,7 +22,6 @@ from harness.runs import checkpoint, layout
 from harness.runs.files import replacing
 from harness.training.checkpoints import checkpointing
 from harness.training.checkpoints.checkpointing import Content
-from harness.training.optimizer.loaded_state import with_settings_of
 from harness.training.optimizer.registry import class_name
 from harness.training.reproducibility.determinism import kernels
 from harness.training.run import Run
@@ -30,6 +30,8 @@ from harness.training.strategies import sharding
 from harness.training.task import SupportsPredictions
 
 log = logging.getLogger("harness")
+
+_WITH_STATE = ("amsgrad", "centered")  # settings of torch's optimizers that keep another average from the first step
 
 
 class LogBefore(NamedTuple):
@@ -172,7 +174,7 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
         state = State.from_dict(content["state"])
         run.module.load_state_dict(sharding.model_parts(run.module, content["model"]))
         optimizer = sharding.optimizer_parts(run.optimizer, content["optimizer"])
-        run.optimizer.load_state_dict(optimizer if is_own else with_settings_of(run.optimizer, optimizer))
+        run.optimizer.load_state_dict(optimizer if is_own else _with_settings_of(run.optimizer, optimizer))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # the last of another version's state
         raise CheckpointError(
             f"it does not fit this model: {first_line(error)}",
@@ -195,6 +197,30 @@ def restore(run: Run, path: Path, is_own: bool = True) -> LogBefore:
     run.this_start.zero_s = time.perf_counter() - run.state.wall_s
     log.info("resumed from %s: epoch %d, step %d", path, run.state.epoch + 1, run.state.step)
     return LogBefore(content["log_offset"], content["log_sha256"])
+
+
+def _with_settings_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict ``state`` of another run, with the settings that ``optimizer`` was built with.
+
+    A group holds both: settings are what the constructor takes and what ``trained_parameters.groups`` adds. The rest is
+    state, such as the count of steps of Apex's optimizers. ``Optimizer.load_state_dict`` would take all of it from
+    ``state``. Raises ValueError if a setting needs state that the other run did not have.
+    """
+    saved, built = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(built):
+        return state  # which load_state_dict refuses
+    classes = type(getattr(optimizer, "optim", optimizer)).__mro__
+    made = [vars(one)["__init__"] for one in classes if "__init__" in vars(one)]
+    names = {name for one in made for name in inspect.signature(one).parameters}
+    names = {*names, "match", "lr_scale"} - {"params", "step"}  # FusedMixedPrecisionLamb takes its first step
+    merged = []
+    for old, new in zip(saved, built, strict=True):
+        for name in (*_WITH_STATE, *(["momentum"] if "alpha" in new else [])):  # RMSprop makes its buffers at first
+            if new.get(name) and not old.get(name):
+                raise ValueError(f"the optimizer's {name} needs averages that were not kept without it")
+        kept = {key: value for key, value in old.items() if key not in names}
+        merged.append({**kept, **{key: value for key, value in new.items() if key in names}})
+    return {**state, "param_groups": merged}
 
 
 def _check_fit(run: Run, content: Content, path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from harness.data.row_labels import (
 from harness.data.table.labels import Form
 from harness.data.table.table import Table
 from harness.errors import ConfigError
-from harness.training.evaluation import label_scores
-from harness.training.evaluation.label_scores import LabelScore
 from harness.training.evaluation.sums import Pairs, Report, Sums
 
 MAX_CONFUSION = 1000  # classes; a larger matrix is unreadable and takes too much memory
@@ -37,6 +35,29 @@ TO_UNITS = "multiply by std, add mean"  # what makes numbers in the unit of the 
 Columns = Mapping[str, Sequence[object] | np.ndarray | Tensor]  # {column: one value per row}
 
 KINDS: dict[Kind, type[Labels]] = {}
+
+
+class LabelScore(NamedTuple):
+    """Numbers of rows: with this label and predicted so, predicted so, and with this label."""
+
+    label: str | int
+    right: float
+    predicted: float
+    true: float
+
+    @property
+    def precision(self) -> float | None:
+        return self.right / self.predicted if self.predicted else None
+
+    @property
+    def recall(self) -> float | None:
+        return self.right / self.true if self.true else None
+
+    @property
+    def f1(self) -> float | None:
+        """None if no row has the label or is predicted so."""
+        both = self.predicted + self.true
+        return 2 * self.right / both if both else None
 
 
 @dataclass(frozen=True)
@@ -175,9 +196,9 @@ class SingleLabel(Labels):
         """Return the metrics, the accuracy by label, and the confusion matrix as counts."""
         report: dict[str, object] = {name: sums.ratio(name) for name in sums.pairs if TOP.fullmatch(name)}
         scores = self.per_label(sums)
-        report["mean_class_accuracy"] = label_scores.mean(each.recall for each in scores)
-        report["macro_f1"] = label_scores.mean(each.f1 for each in scores)
-        report["mcc"] = label_scores.mcc(scores)
+        report["mean_class_accuracy"] = _mean(each.recall for each in scores)
+        report["macro_f1"] = _mean(each.f1 for each in scores)
+        report["mcc"] = _mcc(scores)
         if len(self.names) == 2:
             report["f1"] = scores[1].f1 or 0.0
         report["class_accuracy"] = {str(each.label): each.recall for each in scores}
@@ -186,7 +207,7 @@ class SingleLabel(Labels):
         return report
 
     def per_label(self, sums: Sums) -> list[LabelScore]:
-        return label_scores.of(self.names, sums.pairs["class_precision"], sums.pairs["class_accuracy"])
+        return _scores(self.names, sums.pairs["class_precision"], sums.pairs["class_accuracy"])
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
         index = {str(name): position for position, name in enumerate(self.names)}
@@ -259,12 +280,12 @@ class MultiLabel(Labels):
         return {
             "exact_match": sums.ratio("exact_match"),
             "micro_f1": LabelScore("all", *map(sum, counts)).f1 or 0.0,
-            "macro_f1": label_scores.mean(each.f1 for each in scores),
+            "macro_f1": _mean(each.f1 for each in scores),
             "by_label": by_label,
         }
 
     def per_label(self, sums: Sums) -> list[LabelScore]:
-        return label_scores.of(self.names, sums.pairs["precision"], sums.pairs["recall"])
+        return _scores(self.names, sums.pairs["precision"], sums.pairs["recall"])
 
     def targets(self, texts: Sequence[Sequence[str]], empty: bool) -> tuple[list[int], Tensor]:
         index = {str(name): position for position, name in enumerate(self.names)}
@@ -446,3 +467,24 @@ def _best(scores: Tensor, labels: Sequence[str | int], name: str = "label") -> C
     for rank, (values, indices) in enumerate(zip(best.values.T, best.indices.T, strict=True), start=1):
         table |= {f"{name}_{rank}": [labels[index] for index in indices.tolist()], f"score_{rank}": values}
     return table
+
+
+def _scores(
+    names: Sequence[str | int], precision: tuple[Tensor, Tensor], recall: tuple[Tensor, Tensor]
+) -> list[LabelScore]:
+    """Return the scores of ``names``, from two pairs (right, counted) with a value for each."""
+    (right, predicted), (_, true) = precision, recall
+    return list(map(LabelScore, names, right.tolist(), predicted.tolist(), true.tolist()))
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """Return the mean of those that are defined; NaN if none is."""
+    return torch.tensor([each for each in values if each is not None], dtype=torch.float64).mean().item()
+
+
+def _mcc(scores: Sequence[LabelScore]) -> float:
+    """Return Matthews' correlation coefficient; 0 if all rows have one class, or are predicted as one."""
+    _, right, predicted, true = (np.array(each) for each in zip(*scores, strict=True))
+    rows = true.sum()
+    spread = np.sqrt((rows**2 - (predicted**2).sum()) * (rows**2 - (true**2).sum()))
+    return float((right.sum() * rows - (predicted * true).sum()) / spread) if spread else 0.0
