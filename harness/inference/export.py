@@ -23,7 +23,7 @@ from harness.errors import ConfigError, DataError, HarnessError
 from harness.inference.formats import base
 from harness.inference.formats.base import Exported, Function
 from harness.inference.trained_model import in_units, scale_of, with_training_data
-from harness.runs import trained_run
+from harness.runs import reader, trained_run
 from harness.runs.console import working
 from harness.runs.files import new_folder, output_error, replacing, require_output
 from harness.training import build
@@ -69,7 +69,7 @@ def export(run: Path, kind: str, out: Path | None, overrides: Sequence[str] = ()
     model = build.build_model(config, task)
     trained_run.load_into(model, trained_run.best_weights(run), run)
     samples = _samples(model.float().eval(), task)  # an error of the model's own code is not one of writing
-    subject = _subject(config, task, model, samples[0].inputs)
+    subject = replace(_subject(config, task, model, samples[0].inputs), metrics=_metrics(run, config))
     scale = scale_of(subject.signature)
     has_units = scale is not None and form.to_units(subject, *scale)
     if scale and has_units:
@@ -121,6 +121,14 @@ def _subject(config: Config, task: OpenedTask, model: nn.Module, example: Tensor
         signature=signature,
         tokenizer=getattr(getattr(task, "tokenizer", None), "tokenizer", None),
     )
+
+
+def _metrics(run: Path, config: Config) -> dict[str, float]:
+    """Return the metrics of validation with the best weights; empty if the run has no record of them."""
+    summary = reader.read(run).summary
+    step = reader.section(summary, "best").get("step")
+    best: dict[str, float] = next((line for line in summary.get("history", ()) if line["step"] == step), {})
+    return {name: best[name] for name in config.task.metrics if name in best}
 
 
 def _samples(model: nn.Module, task: OpenedTask) -> list[CheckedRows]:

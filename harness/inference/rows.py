@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from harness.config.schema import TaskSection
 
     Picture = str | os.PathLike[str] | Image.Image | np.ndarray
-    Rows = Picture | pd.DataFrame | list[Picture] | list[tuple[str, ...]] | list[Mapping[str, object]]
+    Rows = Picture | pd.DataFrame | list[Picture] | tuple[str, ...] | list[tuple[str, ...]] | list[Mapping[str, object]]
 
 log = logging.getLogger("harness")
 _IMAGES = "a path that ends like an image, an image of PIL, or an array of uint8 of shape (height, width, 3)"

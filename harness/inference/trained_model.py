@@ -63,13 +63,15 @@ class TrainedModel(nn.Module):
 
         ``rows``: a CSV or Parquet file, a table, or a list of dictionaries, as for ``harness.predict``, which suits
         large files: here all rows are in memory at once. A model with one input column also takes a list of its values,
-        one of pairs a list of tuples, one of texts a text with a space. One of images takes an image, or a list: paths
-        from the working folder or below ``task.root``, images of PIL, or arrays, uint8 (height, width, 3). Raises
-        HarnessError, also if a row cannot be read.
+        one of pairs a tuple or a list of them, one of texts a text with a space. One of images takes an image, or a
+        list: paths from the working folder or below ``task.root``, images of PIL, or arrays, uint8 (height, width, 3).
+        Raises HarnessError, also if a row cannot be read.
         """
         columns = tuple(getattr(self._config.task, "input_columns", ()))
         if self.description.get("input") == "tokens" and len(columns) == 1 and isinstance(rows, str) and " " in rows:
             rows = rows if may_be_table(rows) else list[Any]([rows])
+        if isinstance(rows, tuple):
+            rows = list[Any]([rows])
         stop = {"on_bad_row": "stop"} if hasattr(self._config.task, "on_bad_row") else {}  # which tells the reason
         config = self._config.model_copy(update={"task": self._config.task.model_copy(update=stop)})
         with as_file(rows, columns, self.description.get("input") == "images") as (file, cache):

@@ -25,7 +25,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from harness import predict
+from harness import load_model, predict
 from harness.cli import main
 from harness.config import hugging_face_names, loader, reference, schedules
 from harness.config.trust import require_harmless
@@ -765,8 +765,10 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
     assert main([*words, "--out", "new.csv"]) == 0
     assert (tmp_path / "new.csv").read_text() == (folder / "predictions.csv").read_text()
     assert main(["export", str(folder), "--format", "huggingface", "--out", "out"]) == 0
-    there = transformers.AutoModelForSequenceClassification.from_pretrained("out").eval()
-    own = transformers.AutoTokenizer.from_pretrained("out")
+    page = (tmp_path / "out" / "README.md").read_text()
+    there, own = (eval(line.replace("FOLDER", "out")) for line in re.findall("^    (.*)", page, re.M))
+    best = json.loads((folder / "summary.json").read_text())["best"]
+    assert f"Validation: top1 {best['top1']:.4f}, loss " in page
     assert own.model_max_length == 20
     again = [*words, "--out", "again.csv", "task.tokenizer.name=hf:out"]
     assert main(again) == 0
@@ -778,6 +780,8 @@ def test_from_texts_to_from_pretrained(make, tmp_path, monkeypatch, model):
     )
     pairs = [(row["premise"], row["hypothesis"]) for row in rows]
     assert predict(folder, pairs)["prediction"].tolist() == [row["prediction"] for row in rows]
+    ready = load_model(folder)
+    assert torch.equal(ready.preprocess(pairs[0]), ready.preprocess(pairs[:1]))
     scores = there(**encoded).logits.softmax(1)
     assert [there.config.id2label[index] for index in scores.argmax(1).tolist()] == [row["prediction"] for row in rows]
     expected = torch.tensor([[float(row["score_class 0"]), float(row["score_class 1"])] for row in rows])
@@ -849,7 +853,8 @@ def test_a_frozen_last_layer_in_another_order_is_exported(make, tmp_path, monkey
 
 
 def subject(model: torch.nn.Module, name="hf:none", signature=(), tokenizer=None) -> SimpleNamespace:
-    return SimpleNamespace(model=model, facts={"name": name}, signature=dict(signature), tokenizer=tokenizer)
+    facts = {"name": name}
+    return SimpleNamespace(model=model, facts=facts, signature=dict(signature), tokenizer=tokenizer, metrics={})
 
 
 def test_the_page_of_the_adapter_of_a_decoder_has_its_padding(make, tmp_path):

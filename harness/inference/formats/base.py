@@ -34,6 +34,8 @@ class Exported:
     """What else the task tells of inputs and outputs."""
     tokenizer: Any = None
     """The tokenizer of transformers, if the task has one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Those of validation; empty if the run does not tell."""
 
 
 class ExportFormat(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class Format(base.ExportFormat):
         with hf.quiet():
             plain.save_pretrained(path)
             save_inputs(path, subject.signature.get("preprocessing", {}), subject.tokenizer)
+            tokenizer = ["transformers.AutoTokenizer.from_pretrained('FOLDER')"] if subject.tokenizer else []
+            load = [f"transformers.{own.__name__}.from_pretrained('FOLDER')", *tokenizer]
+            write_readme(path, f"A model of transformers, from `{subject.facts['name']}`", load, subject.metrics)
             loaded: Any = own.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
         loaded.__class__ = adapted
         there: nn.Module = loaded.eval()
@@ -69,6 +72,14 @@ def to_units(model: nn.Module, mean: Tensor, std: Tensor, adapter: bool = False)
         last.weight.copy_(last.weight.double() * std.double()[:, None])
         last.bias.copy_(last.bias.double() * std.double() + mean.double())
     return True
+
+
+def write_readme(path: Path, what: str, load: Sequence[str], metrics: Mapping[str, float]) -> None:
+    """Write the page of the folder ``path``: ``what`` it has, the expressions that ``load`` it, and ``metrics``."""
+    code = "\n\n".join(f"    {line}" for line in load)
+    values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    shown = f"Validation: {values}\n\n" if values else ""
+    (path / "README.md").write_text(f"{what}, trained by apex-harness.\n\n{shown}{code}\n", encoding="utf-8")
 
 
 def save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:

@@ -66,7 +66,9 @@ class Format(base.ExportFormat):
             wrapped.load_state_dict({each: matrices[each] for each in known}, strict=False)
             wrapped.save_pretrained(path, save_embedding_layers=False)
             padding = None if subject.tokenizer is None else plain.config.pad_token_id
-            _write_readme(path, str(settings.base_model_name_or_path), subject.signature, padding)
+            what = f"An adapter of peft, without names of classes, for `{settings.base_model_name_or_path}`"
+            load = _loading(str(settings.base_model_name_or_path), subject.signature, padding)
+            huggingface.write_readme(path, what, load, subject.metrics)  # peft's has no content
             huggingface.save_inputs(path, subject.signature.get("preprocessing", {}), subject.tokenizer)
             below = inner.from_pretrained(
                 str(hub.folder(name, "model.name")), config=model.config, dtype=torch.float32, local_files_only=True,
@@ -78,18 +80,16 @@ class Format(base.ExportFormat):
         return ready
 
 
-def _write_readme(path: Path, base: str, signature: Mapping[str, Any], padding: int | None) -> None:
-    """Replace peft's page without content. An adapter has no place for names of classes and, of texts, the id of the
-    ``padding``, so the page has them."""
+def _loading(base: str, signature: Mapping[str, Any], padding: int | None) -> list[str]:
+    """Return the expressions that load an adapter of ``base``, which has no place for names of classes and, of texts,
+    the id of the ``padding``."""
     given = f"id2label={dict(enumerate(map(str, signature.get('classes') or signature.get('columns') or ())))!r}"
     kind = "AutoModelForImageClassification"
     if padding is not None:
         kind, given = "AutoModelForSequenceClassification", f"pad_token_id={padding}, {given}"
     load = f"peft.AutoPeftModelForSequenceClassification.from_pretrained('FOLDER', {given})"
     on_base = f"peft.PeftModel.from_pretrained(transformers.{kind}.from_pretrained({base!r}, {given}), 'FOLDER')"
-    load = f"{load}\n\nOr on the model that you load:\n\n    {on_base}" if padding is not None else on_base
-    text = f"An adapter of peft for `{base}`, trained by apex-harness.\n\nIt has no names of classes: give them.\n\n"
-    (path / "README.md").write_text(f"{text}    {load}\n", encoding="utf-8")
+    return [load, on_base] if padding is not None else [on_base]
 
 
 def _adapter_parts(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
