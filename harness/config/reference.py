@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
 from harness.config import hugging_face_names, json_schema
 from harness.config.schema import Config, ScheduleSection
-from harness.errors import ConfigError, similar
+from harness.errors import ConfigError
 
 _Node = dict[str, Any]  # of the JSON Schema
 REQUIRED = "required"
@@ -240,8 +241,8 @@ def search(words: Sequence[str]) -> list[Setting]:
     """Return the settings that ``words`` name: a key, a section, a name of Hugging Face, a schedule, or words of the
     description. Best first.
 
-    No words name all settings. If no setting has all words, those with the most of them. Raises ConfigError if none has
-    any.
+    No words name all settings. If no setting has all words, those with the most of them, a misspelled one read as the
+    nearest. Raises ConfigError if none has any.
     """
     settings = [each for chapter in chapters() for each in chapter.settings]
     words = [part for word in words for part in word.lower().split()]
@@ -257,17 +258,20 @@ def search(words: Sequence[str]) -> list[Setting]:
         return matches
     if reason := hugging_face_names.ABSENT.get("_".join(words)):
         raise ConfigError(f"{'_'.join(words)} of Hugging Face is not available", hint=reason)
+    known = [word for word in words if any(_score(each, [word])[0] for each in settings)]
+    if not known and "_" in "".join(words):
+        return search([word.replace("_", " ") for word in words])
+    vocabulary = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
+    unknown = {word: get_close_matches(word, vocabulary, 1, cutoff=0.8) for word in words if word not in known}
+    nearest = {word: matches[0] for word, matches in unknown.items() if matches}
+    if not known:
+        hint = f"did you mean {[*nearest.values()][0]}?" if nearest else "try another word; harness settings lists all"
+        raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
+    if nearest:
+        return search([nearest.get(word, word) for word in words])
     scored = [(_score(each, words), each) for each in settings]
     most = max(count for (count, _), _ in scored)
-    matches = [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
-    if not most and "_" in "".join(words):
-        return search([word.replace("_", " ") for word in words])
-    if not most:
-        vocabulary = {word for each in settings for word in re.findall(r"[a-z]{4,}", f"{each.key} {each.text}".lower())}
-        nearest = next((nearest for word in words if (nearest := similar(word, vocabulary))), None)
-        hint = f"did you mean {nearest}?" if nearest else "try another word; harness settings lists all"
-        raise ConfigError(f"no setting mentions {' '.join(words)!r}", hint=hint)
-    return matches
+    return [each for (count, _), each in sorted(scored, key=lambda pair: -pair[0][1]) if count == most]
 
 
 def _own_setting(part: str, settings: Sequence[Setting]) -> Setting | None:
@@ -313,7 +317,8 @@ def key_of(name: str, exact: bool = False) -> str | None:
 
 
 def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
-    """Return how many of ``words`` occur, and how well: those of the key count most, then those early in the text."""
+    """Return how many of ``words`` occur, and how well: one that is a name in the key counts most, then one in
+    such a name, then those early in the text."""
     key, text = setting.key.lower(), f"{setting.text} {setting.example.partition('=')[2]}".lower()
     text = f"{text} {text.replace('-', '')}"
     count, total = 0, 0.0
@@ -322,7 +327,8 @@ def _score(setting: Setting, words: Sequence[str]) -> tuple[int, float]:
         in_key = re.search(rf"(?<![a-z]){stem}", key)
         in_text = re.search(rf"(?<![a-z]){stem}", text)
         count += bool(in_key or in_text)
-        total += 2.0 * bool(in_key) + (1 / (1 + in_text.start() / 20) if in_text else 0)
+        total += 2.0 * bool(in_key) + 2.0 * (word in key.split("."))
+        total += 1 / (1 + in_text.start() / 20) if in_text else 0
     return count, total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -149,6 +150,19 @@ def test_schedule_with_a_common_word_as_name():
 def test_other_forms_of_a_word_are_found():
     for words in ("evaluation frequency", "evaluating", "evaluations epoch"):
         assert reference.search(words.split())[0].key == "train.evaluate_every"
+
+
+def test_names_come_first_and_then_keys(capsys):
+    found = [each.key for each in reference.search(["lr"])]
+    named, in_key = ([bool(re.search(pattern, key)) for key in found] for pattern in (r"\.lr$", r"[._]lr"))
+    assert found[0] == "optimizer.lr"
+    assert all(each == sorted(each, reverse=True) for each in (named, in_key))
+    assert len(in_key) > sum(in_key) > sum(named)
+
+
+def test_a_misspelled_word_beside_others_is_the_nearest():
+    assert reference.search(["learning", "rte"]) == reference.search(["learning", "rate"])
+    assert reference.search(["clp", "norm"])[0].key == "train.clip_norm"
 
 
 def test_command_prints_text_lines_and_records(capsys):
