@@ -16,10 +16,11 @@ class Format(base.ExportFormat):
     def write(self, subject: base.Exported, path: Path) -> base.Function:
         import onnxruntime
 
-        names = [subject.input], [subject.output]
+        axes = {0: "batch"} | ({} if subject.max_length is None else {1: "length"})
         program = torch.onnx.export(
-            base.traced(subject), input_names=names[0], output_names=names[1], dynamo=True, verbose=False
-        )
+            base.traced(subject), input_names=[subject.input], output_names=[subject.output], dynamic_shapes=(axes,),
+            dynamo=True, verbose=False,
+        )  # fmt: skip
         assert program is not None  # with dynamo
         program.save(str(path), external_data=False)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
