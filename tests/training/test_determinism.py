@@ -42,7 +42,7 @@ CONFIGS = {
     "pet_names": (1, ["batch.global=64"]),
     "pet_names_gru": (1, ["batch.global=64", "precision.opt_level=O4"]),
     "regression": (1, ["precision.opt_level=O4"]),
-    "text": (1, ["task.loss.name=focal", "task.loss.args={gamma: 1.5}", "task.loss.class_weights=balanced"]),
+    "text": (1, ["task.loss.name=focal", "task.loss.args=null", "task.loss.class_weights=balanced"]),
 }
 IMAGE = torch.zeros(2, 3, 64, 64)
 
