@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,33 +19,25 @@ from harness.config.schema import TaskSection
 
 Kind = Literal["single_label", "multi_label", "regression"]
 Better = Literal["max", "min"]
-_CLASSES: tuple[Kind, ...] = ("single_label", "multi_label")
-
-
-class _MetricRule(NamedTuple):
-    kinds: tuple[Kind, ...]
-    """The kinds of labels that the metric can be computed for."""
-    better: Better
-
 
 _LOSSES: dict[Kind, tuple[str, ...]] = {  # the default first
     "single_label": ("cross_entropy", "bce", "focal"),
     "multi_label": ("bce", "focal"),
     "regression": ("mse", "l1", "huber"),
 }
-_METRICS = {
-    "top1": _MetricRule(("single_label",), "max"),  # and top2, top3, ...
-    "mean_class_accuracy": _MetricRule(("single_label",), "max"),
-    "macro_f1": _MetricRule(_CLASSES, "max"),
-    "f1": _MetricRule(("single_label",), "max"),  # of two classes
-    "mcc": _MetricRule(("single_label",), "max"),
-    "micro_f1": _MetricRule(("multi_label",), "max"),
-    "exact_match": _MetricRule(("multi_label",), "max"),
-    "rmse": _MetricRule(("regression",), "min"),
-    "mae": _MetricRule(("regression",), "min"),
-    "r2": _MetricRule(("regression",), "max"),
-    "loss": _MetricRule((*_CLASSES, "regression"), "min"),
+_METRICS: dict[Kind, tuple[str, ...]] = {
+    "single_label": (
+        "top1",
+        "mean_class_accuracy",
+        "macro_f1",
+        "f1",
+        "mcc",
+        "loss",
+    ),  # and top2, ...; f1 of two classes
+    "multi_label": ("macro_f1", "micro_f1", "exact_match", "loss"),
+    "regression": ("rmse", "mae", "r2", "loss"),
 }
+_LOWER_IS_BETTER = ("rmse", "mae", "loss")
 TOP = re.compile("top[1-9][0-9]{0,5}")
 _ELSEWHERE = {
     "accuracy": "top1",
@@ -135,8 +127,7 @@ class MetricSection(Section):
 
     @property
     def chosen_better(self) -> Better:
-        rule = _metric_rule(self.name)
-        return self.better or (rule.better if rule else "max")
+        return self.better or _better(self.name)
 
 
 class LabelledTask(TaskSection):
@@ -219,9 +210,15 @@ class TableTask(LabelledTask):
         return opened
 
 
-def _metric_rule(name: str) -> _MetricRule | None:
-    """Return the rule of a built-in metric, None for another name."""
-    return _METRICS.get("top1" if TOP.fullmatch(name) else name)
+def _better(name: str) -> Better:
+    """Return which direction of a built-in metric is better."""
+    return "min" if name in _LOWER_IS_BETTER else "max"
+
+
+def _fits(name: str, *kinds: Kind) -> bool:
+    """Return True if ``name`` is a built-in metric of labels of one of ``kinds``, by default of any."""
+    name = "top1" if TOP.fullmatch(name) else name
+    return any(name in _METRICS[kind] for kind in kinds or _METRICS)
 
 
 def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
@@ -244,31 +241,30 @@ def _conflicts(task: LabelledTask) -> Iterator[Conflict]:
 
 def _metric_conflicts(task: LabelledTask, kind: Kind) -> Iterator[Conflict]:
     """Yield the ``_conflicts`` of the metrics of ``task``, whose labels are of ``kind``."""
-    suitable = [name for name, rule in _METRICS.items() if kind in rule.kinds]
+    suitable = _METRICS[kind]
     keys = [each.shown for each in task.metric_sections]
     for each in task.metric_sections:
-        rule = _metric_rule(each.name)
         if "." in each.name:
             if each.better is None:
                 hint = f"write {{name: {each.name}, better: max}} (or min)"
                 yield Conflict("task.metrics", f"it is not known whether a higher {each.shown} is better", hint)
-            if _metric_rule(each.shown):
+            if _fits(each.shown):
                 yield Conflict(
                     "task.metrics",
                     f"the key {each.shown} of {each.name} is the name of a built-in metric",
                     "give it another key: {key: NAME}",
                 )
-        elif rule is None:
+        elif not _fits(each.name):
             hint = (
                 f"{suggestion(each.name, suitable)}use {', '.join(suitable)}, or package.module.Class with "
                 "better: max (or min)"
             )
             yield Conflict("task.metrics", f"there is no metric {each.name!r}", hint)
-        elif kind not in rule.kinds:
+        elif not _fits(each.name, kind):
             yield Conflict(
                 "task.metrics", f"{each.name} is not a metric of {kind} labels", f"use {', '.join(suitable)}"
             )
-        elif each.args or each.key or each.better not in (None, rule.better):
+        elif each.args or each.key or each.better not in (None, _better(each.name)):
             yield Conflict(
                 "task.metrics", f"{each.name} is built in and takes no settings", f"write only its name: {each.name}"
             )
