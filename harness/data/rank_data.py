@@ -21,14 +21,9 @@ import torch
 
 from harness.data.batch import Batch, read
 from harness.data.loader import BatchRequest, Loader, StoppedWaiting
+from harness.data.own_loop import Passes
 from harness.data.row_order import RowOrder
 from harness.data.shards import Rule, Segment, bounds, num_rows_in_step, num_rows_left, num_steps, shard
-from harness.errors import TrainingError
-
-ADVANCE = (
-    "in your loop, call run.train_data.advance(run.state.segments) after each step, and run.state.next_epoch() after "
-    "the last one"
-)
 
 
 @dataclass
@@ -66,30 +61,6 @@ class Part(NamedTuple):
     @property
     def ends(self) -> bool:
         return self.number == self.num - 1
-
-
-class Passes:
-    """Finds a loop of the user's own that would never end, since it counts no step."""
-
-    MOST = 2  # passes over an epoch without counting a step, as for statistics
-
-    def __init__(self) -> None:
-        self._last: list[tuple[Sequence[Segment], tuple[int, int]]] = []  # from which list, epoch and step
-
-    def start(self, epoch: int, segments: Sequence[Segment]) -> tuple[int, int]:
-        """Return the position of a pass. Raises TrainingError if the passes before it started there, too."""
-        position = epoch, sum(segment.steps for segment in segments)
-        if sum(of is segments and start == position for of, start in self._last) == self.MOST:
-            raise TrainingError(
-                f"all groups of epoch {epoch + 1} have been used {self.MOST} times, and none was counted: this loop "
-                "would never end",
-                hint=ADVANCE,
-            )
-        return position
-
-    def end(self, segments: Sequence[Segment], position: tuple[int, int]) -> None:
-        """Note that a pass came to the end of the epoch."""
-        self._last[:] = [(segments, position), *self._last][: self.MOST]
 
 
 @dataclass(frozen=True)
@@ -143,11 +114,8 @@ class TrainData:
             rank: shard(self.rule, self.num_rows, rank, self.num_ranks, epoch, self.seed, done) for rank in self.ranks
         }
         steps = range(first_step, num_steps(num_left, self.num_ranks, self.per_rank, self.tail))
-        fillers = {rank: rows[:1] if len(rows) else np.zeros(1, np.int64) for rank, rows in shards.items()}
-        requests = (
-            BatchRequest(
-                self._at_least_two(part.rows if len(part.rows) else fillers[part.rank], num_left, step, part), epoch
-            )
+        requests = (  # the loader takes them ahead of the steps
+            BatchRequest(self._rows_to_load(part, shards[part.rank], num_left, step), epoch)
             for step in steps
             for part in self._micro_batches(shards, num_left, step)
         )
@@ -169,7 +137,7 @@ class TrainData:
     def _micro_batches(self, shards: Mapping[int, RowOrder], num_left: int, step: int) -> list[Part]:
         """Return the rows of this process in ``step``, in the same number of parts on every rank.
 
-        In the tail, parts are uneven, and may be empty: the caller then gives them a filler.
+        In the tail, parts are uneven, and may be empty: ``_rows_to_load`` then gives them a filler.
         """
         first_row = step * self.per_rank
         longest = min(self.per_rank, -(-num_left // self.num_ranks) - first_row)
@@ -180,8 +148,12 @@ class TrainData:
             for number, rows in enumerate(np.array_split(order[first_row : first_row + self.per_rank], num_parts))
         ]
 
-    def _at_least_two(self, rows: np.ndarray, num_left: int, step: int, part: Part) -> np.ndarray:
-        """Repeat a single row if batch norm, which rejects one row, would see no other. The mean loss is unchanged."""
+    def _rows_to_load(self, part: Part, order: RowOrder, num_left: int, step: int) -> np.ndarray:
+        """Return the rows of ``part``, or a filler of the rows of its rank, ``order``. A single row is repeated if
+        batch norm, which rejects one row, would see no other: the mean loss is unchanged."""
+        rows = part.rows
+        if not len(rows):
+            rows = order[:1] if len(order) else np.zeros(1, np.int64)
         if len(rows) != 1 or (self.batch_norm_spans_ranks and self._num_rows_of_all(num_left, step, part) > 1):
             return rows
         return np.repeat(rows, 2)

@@ -71,11 +71,11 @@ class Runtime(Collectives):
             raise own_error
 
     def _raise_first(self, own_error: Exception | SystemExit | None, doing: str) -> None:
-        """Raise a copy of the error of the lowest rank that has one, but on that rank itself, where the caller raises
-        the original, with its traceback. Collective.
+        """Raise a copy of the first error, if any rank has one; on the rank that it comes from, return, and the caller
+        raises the original, with its traceback. Collective.
 
-        Rank 1 fails: rank 0 raises a copy with origin_rank 1, which an outer stage gathers from both of them. There,
-        rank 0 must not appear as the origin.
+        Stages may be nested. Rank 1 fails in the inner one, and rank 0 raises a copy there, with ``origin_rank`` 1.
+        Both bring this to the gather of the outer one: the origin is still rank 1, which raises the original again.
         """
         origin = getattr(own_error, "origin_rank", None)
         origin = self.rank if origin is None else origin

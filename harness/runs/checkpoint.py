@@ -21,7 +21,7 @@ from harness.errors import CheckpointError, reason, require_regular_file
 from harness.runs import layout
 from harness.runs.files import read_json, replace_folder, sha256, write_atomically, write_sealed
 
-VERSION = 8  # of the manifest and of what a checkpoint contains
+VERSION = 9  # of the manifest and of what a checkpoint contains
 ADVICE = "choose another with checkpoint.resume=FOLDER, or start from scratch with checkpoint.resume=never"
 
 

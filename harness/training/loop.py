@@ -3,8 +3,9 @@
 ``run.precision`` is amp's interface; its module says who skips a step after an overflow, and when the host waits for
 the device. With train.on_nan: stop, other NaNs are applied, and ``health`` fails the run at the next log line or save.
 
-``catch_up`` counts the step before, if that is still to be done, and writes the log line that is due. On a CPU, a step
-is counted as it ends; on a GPU, the host first queues the next backward pass, so that the device has work meanwhile.
+On a CPU, ``record_step`` counts a step as it ends, and ``end_window`` writes its log line. On a GPU, both may leave it
+to ``catch_up``: when the host has queued the next backward pass, so that the device has work meanwhile; or when
+counters are needed, before hooks, a save and the end of an epoch (``counting``).
 """
 
 from __future__ import annotations
@@ -77,18 +78,18 @@ def epoch(run: Run) -> None:
     run.meter.restart_clock()
     steps_left = data.steps_left(state.segments)
     run.progress.start(run_log.epoch_of(run, state.epoch + 1), state.step)
-    last_step = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
+    pause_at = min(state.step + run.steps_to_evaluation(), run.config.train.max_steps or sys.maxsize)
     for number, group in enumerate(data.groups(state.epoch, state.segments), state.step + 1):
         steps_left -= 1
         log_due = number % run.sizes.log_every == 0
         data.advance(state.segments)  # before the step, whose hooks see the position; groups() has a copy of the list
         with run.compiling("the smaller last step" if steps_left == 0 else "a full step"):
-            step(run, group, measured=log_due or number == last_step or steps_left == 0)
+            step(run, group, measured=log_due or number == pause_at or steps_left == 0)
         run.progress.step()
         run.first_look.poll()  # raises the error of a damaged evaluation row
         if log_due:
             end_window(run)
-        if run.stop.poll() or number == last_step or state.ended:
+        if run.stop.poll() or number == pause_at or state.ended:
             break  # the save of ``train_to_end`` comes after the end of the window
         if steps_left and run.sizes.save_every and number % run.sizes.save_every == 0:
             catch_up(run)

@@ -17,14 +17,13 @@ from harness.training.optimizer.schedule import Plateau
 @dataclass
 class State:
     """Counters of a run, equal on every rank except the times. Epochs and steps count once they are finished; only
-    ``segments`` has the present step already."""
+    ``segments`` has the present step already. Rows, losses and ``train_s`` count up to the last log line."""
 
     epoch: int = 0
     # The steps of this epoch so far: how many, by how many ranks, with how many rows of each.
     segments: list[Segment] = field(default_factory=list)
     epoch_applied: int = 0  # steps of this epoch that changed the weights
     epoch_skipped: int = 0
-    # Rows and losses count up to the last log line only.
     epoch_rows: int = 0  # the rows of the applied steps, over all ranks
     epoch_loss: float = 0.0  # the sum of the losses of these rows
     step: int = 0  # optimizer steps, including skipped ones
@@ -38,7 +37,6 @@ class State:
     evaluated: int = 0  # the step of the last evaluation
     best: float | None = None
     best_step: int = 0
-    since_best: int = 0  # evaluations since the best one
     plateau: Plateau = field(default_factory=Plateau)  # how often ``schedule: plateau`` has lowered the learning rate
     wall_s: float = 0.0
     train_s: float = 0.0  # the part of ``wall_s`` spent in training, on this rank
@@ -71,15 +69,13 @@ class State:
         value, best = metrics[name], self.best
         better = math.isfinite(value) and (best is None or (value > best if increases else value < best))
         if better:
-            self.best, self.best_step, self.since_best = value, self.step, 0
-        else:
-            self.since_best += 1
+            self.best, self.best_step = value, self.step
         return better
 
     def forget_evaluations(self) -> None:
         """Make the next evaluation the first, and so the best so far; train on if a hook had ended it."""
         self.ended = ""
-        self.history, self.best, self.best_step, self.since_best = [], None, 0, 0
+        self.history, self.best, self.best_step = [], None, 0
         self.plateau.forget_best()
 
     def next_epoch(self) -> None:

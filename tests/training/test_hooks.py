@@ -201,7 +201,7 @@ def test_a_reason_ends_training(start, when, step, lines):
     assert content["state"]["ended"] == ("long enough" if when == "step" else "")
     run.state.forget_evaluations()
     assert not run.finished()
-    assert (run.state.best, run.state.best_step, run.state.since_best, run.state.history) == (None, 0, 0, [])
+    assert (run.state.best, run.state.best_step, run.state.history) == (None, 0, [])
 
 
 @pytest.mark.parametrize("when", ["training", "step", "evaluation", "checkpoint"])

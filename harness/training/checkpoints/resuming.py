@@ -104,9 +104,8 @@ def _use_results(run: Run, log_before: LogBefore) -> None:
 def _finished_state(run: Run, summary: dict[str, Any]) -> State:
     """Return the state of ``run`` after the evaluations in ``summary``."""
     best, history = summary["best"], summary["history"]
-    later = sum(entry["step"] > best["step"] for entry in history)
     after = {"evaluated": run.state.step, "best": best[run.config.best_metric], "best_step": best["step"]}
-    return replace(run.state, history=history, since_best=later, **after)
+    return replace(run.state, history=history, **after)
 
 
 def _copy_file(runtime: Runtime, source: Path, target: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from harness.config.duration import RunPosition
 from harness.config.schema import TrainSection
-from harness.data.rank_data import ADVANCE, TrainData
+from harness.data.own_loop import ADVANCE
+from harness.data.rank_data import TrainData
 from harness.data.shards import Segment
 from harness.errors import TrainingError, plural
 from harness.training.state import State

@@ -92,14 +92,15 @@ class Precision:
 
     def will_skip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the next ``optimizer.step()`` will be skipped because of an overflow. The same on all ranks,
-        whose averaged gradients are equal; of shards of gradients, torch reduces it as amp unscales them."""
+        whose averaged gradients are equal; of shards of gradients, torch reduces it as amp unscales them. In
+        harness.apex, ``already_patched`` waits for the device if only that knows."""
         # A private attribute of Apex and of harness.apex, which have no public one that is set before the step.
         stash = getattr(optimizer, "_amp_stash", None)
         return bool(getattr(stash, "already_patched", False))
 
     def skip_flag(self, optimizer: torch.optim.Optimizer) -> bool | Tensor:
         """Return ``will_skip``, or, where only the device knows it, the flag by which it skips the step: not 0 after an
-        overflow."""
+        overflow. Never waits."""
         flag: Tensor | None = getattr(getattr(optimizer, "_amp_stash", None), "flag", None)
         return self.will_skip(optimizer) if flag is None else flag
 

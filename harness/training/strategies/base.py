@@ -8,7 +8,7 @@ it is needed, because a launcher checks the configuration with ``conflicts``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.config import plugins
@@ -111,26 +111,33 @@ class ParallelStrategy:
     @contextmanager
     def micro_batch(self, micro: MicroBatch, last: bool) -> Iterator[None]:
         """Context for forward and ``backward`` of ``micro``, with the random streams and buffers of its logical rank.
-        Gradients are averaged only in the ``last`` micro-batch of this process in a step. One without rows only keeps
-        this rank in step: norms over all ranks leave it out (``idle``), and buffers of other norms are put back."""
+        Gradients are averaged only in the ``last`` micro-batch of this process in a step."""
         self.ranks.activate(micro.rank)
-        idle_norms, own_norms = ((), ()) if micro.num_rows else (self.sync_norms, self.own_norms)
-        for norm in idle_norms:
-            norm.idle = True
-        saved_buffers = [(buffer, buffer.clone()) for norm in own_norms for buffer in norm.buffers(recurse=False)]
         if not last and self.exchanges:
             self.switch_sync(False)
         try:
-            yield
+            with nullcontext() if micro.num_rows else self._norms_left_out():
+                yield
         finally:
             if not last and self.exchanges:
                 self.switch_sync(True)
-            for norm in idle_norms:
+        if last:
+            self.ranks.activate(self.ranks.own.start)
+
+    @contextmanager
+    def _norms_left_out(self) -> Iterator[None]:
+        """Context for a micro-batch that only keeps this rank in step: norms over all ranks leave it out (``idle``),
+        and buffers of other norms are put back."""
+        saved_buffers = [(buffer, buffer.clone()) for norm in self.own_norms for buffer in norm.buffers(recurse=False)]
+        for norm in self.sync_norms:
+            norm.idle = True
+        try:
+            yield
+        finally:
+            for norm in self.sync_norms:
                 norm.idle = False
             for buffer, value in saved_buffers:
                 buffer.copy_(value)
-        if last:
-            self.ranks.activate(self.ranks.own.start)
 
     def check_own_loop(self) -> None:
         """Raise TrainingError if the steps of a loop of the user's own have left out what the strategy needs."""
