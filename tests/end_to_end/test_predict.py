@@ -205,7 +205,7 @@ def test_predict_starts_its_own_ranks(trained, tmp_path):
     )
     assert named in terminal.read_text()
     table = pd.read_parquet(elsewhere / "new.parquet")
-    assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope"]
+    assert list(table) == ["id", "prediction", "score_column", "score_row", "score_slope", "photographer"]
     assert table["id"].tolist() == names
     assert table["prediction"].isna().tolist() == [False] * 23 + [True]
     trained_on = pd.read_csv(folder / "predictions.csv").set_index("id")
