@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -253,6 +254,20 @@ for inputs in torch.utils.data.DataLoader(Stream(), batch_size=64):
     assert recorded[2] == recorded[0]
 
 
+def test_the_first_call_is_recorded_as_the_others(tmp_path):
+    """Before hooks of the model, such as amp's at O2, which casts the inputs: each resumed start has a first call."""
+    body = """
+net.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+for _ in range(2):
+    loss = net(x).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+    run = Run(tmp_path, BEGIN + body + END, {})
+    run.finish()
+    first, second = (step["calls"][0]["in"] for step in run.lines("step"))
+    assert first == second
+
+
 def test_checkpoints_of_every_kind_are_seen(tmp_path):
     saves = """
 import io, pickle
@@ -347,6 +362,9 @@ def test_a_digest_shows_every_bit_on_any_device():
         on_device = [int(digest._on_device(each)) for each in (value, value.clone(), flipped, swapped, value[:-1])]
         assert on_device[0] == on_device[1]
         assert len(set(on_device)) == 4
+    with mock.patch.object(torch.Tensor, "device", torch.device("cuda")):  # as harness.apex --device cpu tells a script
+        told = digest.tensor(torch.arange(37))
+    assert told == digest.tensor(torch.arange(37))
     signs = torch.ones(8)
     signs[[1, 3]] = -1
     assert int(digest._on_device(signs)) != int(digest._on_device(torch.ones(8)))

@@ -11,7 +11,7 @@ from benchmarks.resume_audit import audited, is_right
 from harness.audit.verdict import COULD_NOT_TELL, EXACT, FAULTS
 from tests.audit.scripts.labels import SCRIPTS
 
-EXACT_ONES = ("exact_accumulation", "exact_ddp", "exact_nanogpt")
+EXACT_ONES = ("exact_accumulation", "exact_apex_o2", "exact_ddp", "exact_nanogpt")
 
 
 def chosen():

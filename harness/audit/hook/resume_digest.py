@@ -14,6 +14,7 @@ from torch import Tensor
 _CHUNK = 1 << 22  # elements that a device digests at a time
 _FIRST, _SECOND = 0x9E3779B97F4A7C1, 0xD6E8FEB86659FD9  # odd, below 2**60
 _MOST_ITEMS, _DEPTH = 20_000, 12
+_TRUE_DEVICE = torch._C._TensorBase.device.__get__  # harness.apex --device cpu tells scripts another
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -49,9 +50,10 @@ def _tensor(value: Tensor) -> Any:
         value = value.int_repr()
     value = value.resolve_conj().resolve_neg().contiguous()
     kind = f"{value.dtype}{tuple(value.shape)}"
-    if value.device.type == "meta":
+    device = _TRUE_DEVICE(value).type
+    if device == "meta":
         return kind
-    if value.device.type != "cpu":
+    if device != "cpu":
         return Parts([kind, _on_device(value)])
     num_bytes = value.numel() * value.element_size()
     digest = _sha1(kind.encode())

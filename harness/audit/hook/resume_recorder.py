@@ -232,7 +232,8 @@ class Recorder:
             self._hook(inner)
 
     def _hook(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_before_call, with_kwargs=True)
+        # First, as ``_before_any``, which sees a first call: after it, a hook of amp may cast the inputs.
+        module.register_forward_pre_hook(_before_call, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_call, with_kwargs=True, always_call=True)
 
     def _compiled(self, module: nn.Module) -> None:

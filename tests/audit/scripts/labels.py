@@ -86,6 +86,7 @@ SCRIPTS = (
     exact("gan", "--out", "{out}"),
     exact("accumulation", "--output_dir", "{out}", resume=("--resume_from", "{latest}")),
     exact("amp", *OUTPUT, resume=("--resume", "{latest}")),
+    exact("apex_o2", *OUTPUT, resume=("--resume", "{latest}")),
     exact("ema_shadow", "--save-dir", "{out}", "--auto-resume"),
     exact("nanogpt", "--out_dir={out}", resume=("--init_from=resume",)),
     exact("step_folders", "--out", "{out}"),
