@@ -117,6 +117,31 @@ def test_predict_writes_the_same_bytes_on_any_number_of_ranks(trained, tmp_path,
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_column_of_the_task_names_the_files(trained, tmp_path, monkeypatch):
+    """Without a name for a row, or with one of two rows, also of different batches, no table is written."""
+    monkeypatch.chdir(tmp_path)
+    pixels = torch.zeros(3, 4, dtype=torch.uint8)
+    monkeypatch.setattr(Masks, "predictions", lambda self, out: {"mask": RowFiles([pixels] * len(out), "png", "id")})
+    lines = (trained / "eval.csv").read_text().splitlines()
+    words = ["predict", str(trained / "runs" / "run"), "batch.eval_per_rank=2", "--csv", "rows.csv", "--out", "out.csv"]
+
+    def written(*rows: str) -> list[str]:
+        Path("rows.csv").write_text("\n".join([lines[0], *rows]))
+        return [*files(Path("out.csv"))] if main(words) == 0 else []
+
+    ids = [row["id"] for row in rows_of(trained / "runs" / "run" / layout.PREDICTIONS)]
+    names = [f"mask/{each.replace('/', '_')}.png" for each in ids]
+    assert written(lines[3], "none.png,0", *lines[1:3]) == sorted(names[:3])
+    shown = [row["mask"].removeprefix("out_files/") for row in rows_of(Path("out.csv"))]
+    assert shown == [names[2], "", *names[:2]]
+    Path("out.csv").unlink()
+    for twins in (lines[1], lines[1]), (lines[1], lines[2], lines[3], lines[1]):
+        assert not written(*twins)
+        assert not Path("out.csv").exists()
+    monkeypatch.setattr(Masks, "predictions", lambda self, out: {"mask": RowFiles([pixels] * len(out), "png", "no")})
+    assert not written(lines[1])
+
+
 def test_python_gets_the_arrays(trained):
     folder = trained / "runs" / "run"
     table = harness.predict(folder, pd.read_csv(trained / "eval.csv").head(3)[["path"]])

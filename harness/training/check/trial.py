@@ -279,8 +279,8 @@ class TrialStep:
                 self.doubts["sums"] = doubt
             if isinstance(task, SupportsPredictions):
                 with _stage("predictions() or known() of the task", "validation"):
-                    require_columns(task, "predictions", outputs, batch.rows)
-                    require_columns(task, "known", batch.rows, batch.rows)
+                    known = require_columns(task, "known", batch.rows, batch.rows)
+                    require_columns(task, "predictions", outputs, batch.rows, {"id": batch.rows, **known})
         return f"{plural(len(batch), 'validation row')} through prepare, model and metrics"
 
     def _inputs(self, batch: Batch) -> Tensor:

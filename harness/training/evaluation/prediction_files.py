@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
-from harness.errors import HarnessError, plural
+from harness.errors import HarnessError, listed, plural
 from harness.runs.files import make_folder, replace_folder, sync, temporary_for
 
 
@@ -29,10 +30,12 @@ class RowFiles:
     kind: Literal["png", "npz"] = "npz"
     """png for uint8 or bool of shape (height, width), (1, height, width) or (3, height, width), such as masks and
     images, bool becoming uint8 of 0 and 255; npz for any array, or a dictionary of arrays, such as boxes and scores."""
+    named_by: str = ""
+    """The column of ``known`` that names the files, / becoming _; empty: the numbers of the rows do."""
 
-    def encoded(self, name: str, rows: Sequence[int]) -> dict[str, bytes]:
-        """Return {path below the folder: content} of column ``name`` for ``rows``, in their order. Raises
-        HarnessError."""
+    def encoded(self, name: str, rows: Sequence[int], known: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+        """Return {path below the folder: content} of column ``name`` for ``rows``, in their order. ``known``: columns
+        of these rows; None numbers the files in any case. Raises HarnessError."""
         what = f"the task's predictions()[{name!r}]"
         if len(self.values) != len(rows):
             found = f"{plural(len(self.values), 'array')} for {plural(len(rows), 'row')}"
@@ -44,7 +47,28 @@ class RowFiles:
         values = self.values.cpu() if isinstance(self.values, Tensor) else self.values  # at once, not row by row
         encode = _png if self.kind == "png" else _npz
         folder = name.replace("/", "_")
-        return {f"{folder}/{row:06d}.{self.kind}": encode(value, what) for row, value in zip(rows, values, strict=True)}
+        paths = [f"{folder}/{stem}.{self.kind}" for stem in self._stems(what, rows, known)]
+        files = {path: encode(value, what) for path, value in zip(paths, values, strict=True)}
+        if len(files) < len(paths):
+            raise _twins(max(paths, key=paths.count))
+        return files
+
+    def _stems(self, what: str, rows: Sequence[int], known: Mapping[str, Any] | None) -> list[str]:
+        if known is None or not self.named_by:
+            return [f"{row:06d}" for row in rows]
+        if self.named_by not in known:
+            found = f"{what} is named by {self.named_by!r}, but known() has only {listed(list(known))}"
+            raise HarnessError(found, hint="add the column to known(), or remove named_by")
+        stems = [(text or "").replace("/", "_") for text in pa.array(known[self.named_by]).cast("string").to_pylist()]
+        if "" in stems:
+            found = f"{what} is named by {self.named_by!r}, which is empty in row {rows[stems.index('')]}"
+            raise HarnessError(found, hint="give each row a name of its own")
+        return stems
+
+
+def _twins(path: str) -> HarnessError:
+    hint = "name them by a column that differs in each row; in the name of a file, / becomes _"
+    return HarnessError(f"two rows would write {path}, by named_by of RowFiles", hint=hint)
 
 
 def folder_of(table: Path) -> Path:
@@ -70,6 +94,8 @@ class FilesFolder:
             if path.parent not in self._made:
                 make_folder(path.parent)
                 self._made.add(path.parent)
+            if path.exists():
+                raise _twins(name)
             path.write_bytes(content)
             sync(path)
 

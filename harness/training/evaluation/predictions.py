@@ -177,18 +177,17 @@ def _block(
     if len(batch):
         outputs = _forward(predictor, batch, size)
         places = {row: position for position, row in enumerate(batch.rows.tolist())}
+        read = pa.array(np.searchsorted(rows, batch.rows))
+        known = {name: values.take(read) for name, values in columns.items()}
         if predictor.objective is not None:
             try:
-                read = pa.array(np.searchsorted(rows, batch.rows))
-                pairs = _pairs(
-                    predictor.objective, outputs, batch.targets, {k: v.take(read) for k, v in columns.items()}
-                )
+                pairs = _pairs(predictor.objective, outputs, batch.targets, known)
             except Exception as error:  # of the user's own loss or metric: the predictions do not need it
                 predictor.objective, why_not = None, first_line(readable(error))
         place_of = pa.array([places.get(row) for row in rows.tolist()])
         for name, values in predictor.task.predictions(outputs).items():
             if isinstance(values, RowFiles):
-                encoded = values.encoded(name, batch.rows.tolist())
+                encoded = values.encoded(name, batch.rows.tolist(), known)
                 if twins := files.keys() & encoded.keys():
                     message = f"the task's predictions()[{name!r}] and another column both write {min(twins)}"
                     raise HarnessError(message, hint="rename one of them; in the name of a file, / becomes _")

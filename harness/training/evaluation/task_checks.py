@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -104,10 +104,12 @@ def column(task: OpenedTask, method: str, name: str, values: object, num_rows: i
     raise wrong_return(task, method, problem, "return one value for each row")
 
 
-def require_columns(task: OpenedTask, method: str, argument: object, rows: np.ndarray) -> None:
-    """Raise TrainingError, with the place of the method, unless what ``method`` of ``task`` returns for ``argument``
-    can be written to a table of predictions for ``rows``."""
-    columns = getattr(task, method)(argument)
+def require_columns(
+    task: OpenedTask, method: str, argument: object, rows: np.ndarray, known: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """Return what ``method`` of ``task`` returns for ``argument``. Raises TrainingError, with the place of the method,
+    unless that can be written to a table of predictions for ``rows``, whose ``known`` columns may name files."""
+    columns: Mapping[str, Any] = getattr(task, method)(argument)
     if not isinstance(columns, Mapping):
         raise wrong_return(task, method, described(columns), "return {name of a column: one value for each row}")
     for name, values in columns.items():
@@ -115,9 +117,10 @@ def require_columns(task: OpenedTask, method: str, argument: object, rows: np.nd
             column(task, method, name, values, len(rows))
             continue
         try:
-            values.encoded(name, rows.tolist())
+            values.encoded(name, rows.tolist(), known)
         except HarnessError as error:
             raise OwnCodeError(error.message, where=place_of(type(task), method), hint=error.hint) from None
+    return columns
 
 
 def add_pairs(sums: Sums, task: OpenedTask, outputs: Tensor, targets: Tensor) -> None:
