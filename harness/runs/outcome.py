@@ -183,7 +183,7 @@ def _describe(exit: RankExit, first_message: str) -> str:
     if not exit.made_by_rank:
         return f"exit code {exit.exit_code}, left no record"
     step = "" if exit.step is None else f" at step {exit.step}"
-    doing = f", in {exit.doing}" if exit.doing else ""
+    doing = f", in {exit.doing}" if exit.doing and exit.cause is not Cause.PEER_LOST else ""
     reason = f" ({exit.message.strip().partition(chr(10))[0]})" if exit.message not in ("", first_message) else ""
     return f"{_WORDS[exit.cause]} on {exit.host}{step}{doing}; exit code {exit.exit_code}{reason}"
 
