@@ -20,8 +20,6 @@ from harness.tools.sweep.spec import Range, Settings, identity
 if TYPE_CHECKING:
     from harness.tools.sweep.study import SweepTrial
 
-_MAX_ERROR = 60  # characters of an error in the table
-
 
 def run_name(number: int) -> str:
     """Return the name of the run folder of trial ``number``."""
@@ -118,25 +116,29 @@ def _without_seed(trial: SweepTrial) -> Settings:
 
 
 def table(trials: Sequence[SweepTrial], plan: Plan, width: int) -> list[str]:
-    """Return the lines of the table with its heading, one row per trial in the given order."""
+    """Return the lines of the table with its heading, one row per trial in the given order, then each error, in full,
+    after the trials that have it."""
     varied = plan.file.spec.axes
-    heading = ["trial", *map(formatting.key, varied), "state", plan.metric, ""]
+    heading = ["trial", *map(formatting.key, varied), "state", plan.metric]
     rows = [heading, *(_row(trial, varied) for trial in trials)]
     numbers = [
         place for place, key in enumerate(varied, 1)
         if all(isinstance(trial.settings.get(key), int | float) for trial in trials)
     ]  # fmt: skip
-    return formatting.table(rows, right=[0, *numbers, len(varied) + 2], width=width)
+    names_by_error: dict[str, list[str]] = {}
+    for trial in trials:
+        if error := " ".join((trial.error or "").split()):
+            names_by_error.setdefault(error, []).append(run_name(trial.number))
+    errors = [f"{', '.join(names)}: {error}" for error, names in names_by_error.items()]
+    return [*formatting.table(rows, right=[0, *numbers, len(varied) + 2], width=width), *errors]
 
 
 def _row(trial: SweepTrial, keys: Sequence[str]) -> list[str]:
-    error = " ".join((trial.error or "").split())
     return [
         run_name(trial.number),
         *(formatting.setting(trial.settings.get(key), 4) for key in keys),
         trial.state,
         "" if trial.value is None else f"{trial.value:.5g}",
-        formatting.short(error, _MAX_ERROR),
     ]
 
 
