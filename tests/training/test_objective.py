@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from harness import cli
+from harness.apex import amp
 from harness.config.targets import LabelledTask, TableTask
 from harness.distributed.launch_env import detect
 from harness.distributed.process_group import open_runtime
@@ -439,6 +440,40 @@ def own_values_of_ranks() -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
+def gram(probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (probabilities.T @ probabilities).trace()
+
+
+class Gram:
+    """``gram``, added up over batches, as torchmetrics does."""
+
+    def __init__(self) -> None:
+        self._reductions = {"total": type("dim_zero_sum", (), {"__name__": "dim_zero_sum"})()}
+        self.reset()
+
+    def reset(self) -> None:
+        self.total = torch.zeros(())
+
+    def update(self, probabilities: torch.Tensor, targets: torch.Tensor) -> None:
+        self.total = self.total + gram(probabilities, targets)
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_own_metrics_are_computed_without_the_casts_of_amp(level):
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    try:
+        values = batch(SINGLE)
+        true = float(gram(values[0].double().softmax(dim=1), values[1]))
+        for name in ("gram", "Gram"):
+            judge = objective(SINGLE, metrics=[{"name": f"{__name__}.{name}", "better": "max", "key": "own"}])
+            assert report_of(judge, *values)["own"] == pytest.approx(true, rel=1e-6), name
+    finally:
+        amp.reset()
+
+
 def test_torchmetrics_counts_each_row_once_on_any_number_of_ranks():
     pytest.importorskip("torchmetrics")
     whole = [own_values(kind, (0, 40)) for kind in OWN]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.apex.amp import disable_casts
 from harness.config import plugins
 from harness.config.targets import MetricSection
 from harness.errors import ConfigError, HarnessError, first_line, of_part
@@ -90,9 +91,10 @@ class OwnMetric:
 
     @contextmanager
     def _explained(self, making: bool = False) -> Iterator[None]:
-        """Turn an error of the user's code into one that names the metric."""
+        """Context for the user's code, without the casts of O1 and O4. Explains an error, and names the metric."""
         try:
-            yield
+            with disable_casts():
+                yield
         except (HarnessError, torch.OutOfMemoryError):
             raise
         except Exception as error:
