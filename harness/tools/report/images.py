@@ -1,7 +1,8 @@
 """Images of validation rows, for a page.
 
-They are searched under ``task.root``, from the working folder and from the folders above the run. Images that cannot be
-found or read, or are outside of that folder, are left out: predictions.csv may have been written by someone else.
+They are searched under ``task.root``, from the working folder and from the folders above the run; predicted ones in
+the run folder. Images that cannot be found or read, or are outside of that folder, are left out: predictions.csv may
+have been written by someone else.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image, ImageOps
 
+from harness.runs import layout
 from harness.tools.report.run_set import ReportedRun
 
 _PIXELS = 96  # longer side of an image on the page
+_PREDICTED_ROWS = 12
+_UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _PUBLISHED = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
 
@@ -42,11 +47,55 @@ def image_finder(run: ReportedRun) -> Callable[[str], str]:
                 with Image.open(path) as image:
                     image.draft("RGB", (_PIXELS, _PIXELS))
                     return _uri(ImageOps.exif_transpose(image))
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            except _UNREADABLE:
                 continue
         return ""
 
     return find
+
+
+def predicted(run: ReportedRun, table: pa.Table, find: Callable[[str], str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (id, [(column, image as a data URI)]) of rows spread over ``table``, the run's predictions.csv, for its
+    columns of PNG files, after the input as ``find`` finds it."""
+    columns = [name for name in table.column_names if _names_images(table[name])]
+    rows = table.filter(table[columns[0]].is_valid()) if columns else table.slice(0, 0)
+    spread = np.linspace(0, len(rows) - 1, min(_PREDICTED_ROWS, len(rows))).astype(np.int64)
+    shown = rows.take(pa.array(spread)).to_pylist()
+    images = [(column, _alike(run.record.path, [row[column] for row in shown])) for column in columns]
+    found = []
+    for place, row in enumerate(shown):
+        if of_row := [(column, uris[place]) for column, uris in images if uris[place]]:
+            name = str(row.get("id", ""))
+            found.append((name, [*([("input", uri)] if (uri := find(name)) else []), *of_row]))
+    return found
+
+
+def _names_images(column: pa.ChunkedArray) -> bool:
+    first = column.drop_null().slice(0, 1).to_pylist() if pa.types.is_string(column.type) else ()
+    return any(name.startswith(f"{layout.PREDICTED}/") and name.endswith(".png") for name in first)
+
+
+def _alike(folder: Path, names: list[str | None]) -> list[str]:
+    """Return the PNG files ``names`` in ``folder`` as data URIs, empty for one that is not there. Numbers of classes
+    are nearly black: grey images are brightened, all by the same factor."""
+    images = [_opened(folder, name) for name in names]
+    brightest = [int(np.asarray(image).max()) for image in images if image and image.mode == "L"]
+    factor = 255 // (max(brightest, default=0) or 255)
+    return [
+        "" if image is None else _uri(image.point(lambda value: value * factor) if image.mode == "L" else image)
+        for image in images
+    ]
+
+
+def _opened(folder: Path, name: str | None) -> Image.Image | None:
+    try:
+        if name and (path := _inside(folder, name)):
+            with Image.open(path, formats=["PNG"]) as image:
+                image.load()
+                return image
+    except _UNREADABLE:
+        pass
+    return None
 
 
 def _inside(folder: Path, name: str) -> Path | None:

@@ -147,10 +147,21 @@ def _text_columns(run: ReportedRun) -> list[str]:
 
 def read_predictions(path: Path) -> pa.Table | None:
     """Return the table at ``path`` with ids, predictions and labels as text; None if it is missing or has other
-    columns.
+    columns. A row whose input could not be read has no prediction."""
+    table = read_table(path)
+    if table is None or not {"prediction", "label"} <= set(table.column_names):
+        return None
+    scores = next((table[name] for name in table.column_names if name.startswith("score")), None)
+    if scores is not None:  # a row with several labels may have none of them, and is then empty, but has scores
+        for name in ("prediction", "label"):
+            filled = pc.if_else(pc.is_valid(scores), pc.fill_null(table[name], ""), table[name])
+            table = table.set_column(table.column_names.index(name), name, filled)
+    return table
 
-    A row whose input could not be read has no prediction. A class may be named "NA" or "null".
-    """
+
+def read_table(path: Path) -> pa.Table | None:
+    """Return the table at ``path``, a predictions.csv of any task; None if it is missing. A class may be named "NA" or
+    "null"."""
     options = pyarrow.csv.ConvertOptions(
         column_types=dict.fromkeys(("id", "prediction", "label", *_BEST_LABELS), pa.string()),
         null_values=[""],
@@ -160,17 +171,9 @@ def read_predictions(path: Path) -> pa.Table | None:
     lines = pyarrow.csv.ParseOptions(newlines_in_values=True)  # texts may have line breaks
     try:
         require_regular_file(path)
-        table = pyarrow.csv.read_csv(path, parse_options=lines, convert_options=options)
+        return pyarrow.csv.read_csv(path, parse_options=lines, convert_options=options)
     except (OSError, pa.ArrowInvalid):
         return None
-    if not {"prediction", "label"} <= set(table.column_names):
-        return None
-    scores = next((table[name] for name in table.column_names if name.startswith("score")), None)
-    if scores is not None:  # a row with several labels may have none of them, and is then empty, but has scores
-        for name in ("prediction", "label"):
-            filled = pc.if_else(pc.is_valid(scores), pc.fill_null(table[name], ""), table[name])
-            table = table.set_column(table.column_names.index(name), name, filled)
-    return table
 
 
 def by_class(matrix: Confusion) -> ReportTable:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from harness.errors import plural
-from harness.runs import ownership
-from harness.tools.report import figures, formatting, mistakes, tables
+from harness.runs import layout, ownership
+from harness.tools.report import figures, formatting, images, mistakes, tables
 from harness.tools.report.curves import CurveLine
 from harness.tools.report.figures import Chart
 from harness.tools.report.mistakes import Mistake
@@ -25,6 +25,8 @@ class ReportSection:
     chart: Chart | None = None
     table: ReportTable | None = None
     mistakes: list[Mistake] = field(default_factory=list)
+    images: list[tuple[str, list[tuple[str, str]]]] = field(default_factory=list)
+    """(row, [(what, image as a data URI)])."""
 
 
 def choose(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[ReportSection], list[str]]:
@@ -34,6 +36,7 @@ def choose(runs: RunSet, lines: Sequence[CurveLine]) -> tuple[list[Chart], list[
     """
     curves, left_out = _curves(lines)
     sections = [_speed_up(runs, left_out), _seeds(runs), _time(lines, left_out), _mistakes(runs, left_out)]
+    sections.append(_predicted_images(runs))
     return curves, [section for section in sections if section], left_out
 
 
@@ -108,3 +111,13 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if matrix and not table:
         table = mistakes.by_class(matrix)
     return ReportSection("mistakes", "Mistakes", notes, chart, table, wrong.shown)
+
+
+def _predicted_images(runs: RunSet) -> ReportSection | None:
+    for run in (run for run in runs.ranked if (run.record.path / layout.PREDICTED).is_dir()):
+        table = mistakes.read_table(run.record.path / layout.PREDICTIONS)
+        find = images.image_finder(run) if runs.trust or ownership.is_own(run.record.path) else lambda name: ""
+        if shown := images.predicted(run, table, find) if table is not None else []:
+            notes = [f"Run: {run.label}. Rows spread over the validation data, predicted with its best weights."]
+            return ReportSection("predictions", "Predicted images", notes, images=shown)
+    return None

@@ -177,6 +177,31 @@ def test_images_of_published_datasets_by_row_number(tmp_path, monkeypatch):
     assert shown[1].image == "", "there is no image of that number"
 
 
+def test_predicted_images_are_shown(folder, tmp_path):
+    """Of rows that have some, beside the input, if it is found and trusted; masks so bright that classes differ."""
+    masks = folder / "predictions_files" / "mask"
+    masks.mkdir(parents=True)
+    for name, value in (("0", 1), ("1", 2), ("blank", 0)):
+        Image.new("L", (8, 8), value).save(masks / f"{name}.png")
+    Image.new("L", (8, 8), 9).save(tmp_path / "data" / "b.png")
+    Image.new("L", (8, 8), 255).save(tmp_path / "outside.png")
+    (masks / "3.png").symlink_to(tmp_path / "outside.png")
+    cells = ["predictions_files/mask/0.png", "predictions_files/mask/1.png", "", "predictions_files/mask/3.png"]
+    blanks = ["predictions_files/mask/blank.png", "", "", ""]
+    rows = [",".join(row) for row in zip(["a.png", "b.png", "c.png", "d.png"], cells, blanks, strict=True)]
+    (folder / "predictions.csv").write_text("\n".join(["id,mask,none", *rows]) + "\n")
+    for trust, of_b in ((True, [("input", 9), ("mask", 254)]), (False, [("mask", 254)])):
+        found = run_set.build([reader.read(folder)], trust=trust)
+        group = sections.choose(found, [])[1][-1]
+        shown = [(row, [(what, pixel(uri)) for what, uri in images]) for row, images in group.images]
+        assert shown == [("a.png", [("mask", 127), ("none", 0)]), ("b.png", of_b)]
+        assert page.render(found).count("<img src") == 2 + len(of_b)
+
+
+def pixel(uri):
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).getpixel((0, 0))
+
+
 @pytest.mark.parametrize(
     "text", ["", "id,prediction\n1,2\n", "a,b,c\n1\n", "id,prediction,label\n", "id,prediction,label\n1,,cat\n"]
 )
