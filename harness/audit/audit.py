@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.audit import diagnosis, forgotten, records, saved_files
 from harness.audit.chance import find_causes
 from harness.audit.folders import Session
-from harness.audit.kills import MIDDLE, ChosenKill, RunShape, choose, why_none
+from harness.audit.kills import MIDDLE, ChosenKill, RunShape, choose, untested, why_none
 from harness.audit.plan import AuditPlan, HowKilled
 from harness.audit.records import StartRecord
 from harness.audit.starts import LATEST, CommandStarts
@@ -223,6 +223,7 @@ class _Audit:
         request = self._request
         shape = shape.on_any_ranks() if self._varies else shape
         self._chosen = choose(shape, request.kills, request.seed, request.ranks, request.alone)
+        self._notes += filter(None, [untested(shape, self._chosen)])
         self._say(self._estimate(first))
         self._say("steps: calls of optimizer.step(), without those that Apex's amp skips after an overflow")
         again = self._observe(AGAIN, self._plan)

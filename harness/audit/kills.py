@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,18 @@ class RunShape:
         for file in SavedFiles(events).all:
             if file.after and file.within(folders):
                 self.checkpoints.setdefault(file.after, []).append(file)
+        self.evaluated = min(self._evaluated(events) & self.checkpoints.keys(), default=math.inf)
+        """Steps done at the first checkpoint after an evaluation; infinite if there is none."""
+
+    @staticmethod
+    def _evaluated(events: Events) -> set[int]:
+        """Return the steps done at checkpoints whose first file came after an evaluation in training."""
+        before = next((event.get("evaluations", 0) for event in events if event["event"] == "step"), 0)
+        first: dict[int, int] = {}
+        for event in events:
+            if event["event"] == "written":
+                first.setdefault(int(event["after"]), event.get("evaluations", 0))
+        return {after for after, evaluations in first.items() if after and evaluations > before}
 
     def _read(self, events: Events) -> None:
         """Find the kills before operations on files and before calls in evaluations."""
@@ -59,6 +72,10 @@ class RunShape:
         """Leave out what other numbers of ranks may not reach: each rank has a first batch of an evaluation."""
         self.evaluations = [each for each in self.evaluations if each.kill.number == 1]
         return self
+
+    def follows_evaluation(self, chosen: ChosenKill) -> bool:
+        """Return True if a resume after this kill begins with what an evaluation has left."""
+        return self.evaluated < chosen.after + (chosen.kill.place in ("step", "checkpoint"))
 
     def usable(self) -> list[int]:
         """Return the steps done at each checkpoint, without one at the end of the run, in order."""
@@ -97,9 +114,18 @@ def why_none(shape: RunShape) -> str:
     )
 
 
+def untested(shape: RunShape, chosen: Sequence[ChosenKill]) -> str:
+    """Return what the kills leave untested; empty if one comes after an evaluation, or if training has none."""
+    if not any(each.after for each in shape.evaluations) or any(map(shape.follows_evaluation, chosen)):
+        return ""
+    how = "train longer, or evaluate more often" if shape.evaluated >= shape.steps else "--kills all adds one"
+    return f"no kill comes after an evaluation and a checkpoint, so what an evaluation changes is not tested: {how}"
+
+
 def choose(shape: RunShape, how: str, seed: int, ranks: int = 1, alone: float = 0.0) -> list[ChosenKill]:
     """Return the kills for ``--kills``: "middle", "all", or a number of random places. Empty if ``why_none``. The share
-    ``alone`` of the random ones kills only one of the ``ranks``."""
+    ``alone`` of the random ones kills only one of the ``ranks``. But for "middle", one follows an evaluation if it can.
+    """
     if not shape.usable():
         return []
     if how == MIDDLE:
@@ -107,6 +133,10 @@ def choose(shape: RunShape, how: str, seed: int, ranks: int = 1, alone: float = 
     if how == ALL:
         wanted = [_after_checkpoint(shape), _in_the_middle(shape), _end_of_epoch(shape), _torn(shape)]
         unique = {kill.kill: kill for kill in wanted if kill is not None}
+        late = [after for after in shape.usable() if after >= shape.evaluated]
+        if late and not any(map(shape.follows_evaluation, unique.values())):
+            last = _after_checkpoint(shape, shape.middle_first(late, shape.in_epoch)[0])
+            unique[last.kill] = last
         return list(unique.values())
     chance = random.Random(seed)
     return [
@@ -183,10 +213,12 @@ def _at_random(shape: RunShape, number: int, chance: random.Random) -> list[Chos
         [_after_checkpoint(shape, after) for after in usable[is_early:]],
         [kill for after in sorted(shape.checkpoints)[1:] if (kill := _torn(shape, after))],
     ]
-    surely = pools[:2]  # the first one is after a checkpoint
+    late = [[*filter(shape.follows_evaluation, pool)] for pool in pools[:2]]
+    first = late if any(late) else pools[:2]  # the first one is after a checkpoint
     pools += [[*shape.operations], [*shape.evaluations]]
     chosen: list[ChosenKill] = []
     while len(chosen) < number and any(pools):
-        pool = chance.choice([pool for pool in (pools if chosen else surely) if pool])
-        chosen.append(pool.pop(chance.randrange(len(pool))))
+        pool = chance.choice([pool for pool in (pools if chosen else first) if pool])
+        chosen.append(chance.choice(pool))
+        pools = [[each for each in pool if each != chosen[-1]] for pool in pools]
     return chosen

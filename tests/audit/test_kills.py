@@ -12,18 +12,25 @@ from harness.audit.plan import PlannedKill
 OUT = Path("/s/out")
 
 
-def shape(steps: int, checkpoints: dict[int, list[str]] | list[int], epoch: int = 10**6) -> RunShape:
-    """A run that writes files ({after: names}) and begins an epoch every ``epoch`` steps."""
+def shape(
+    steps: int, checkpoints: dict[int, list[str]] | list[int], epoch: int = 10**6, evaluated: tuple[int, ...] = ()
+) -> RunShape:
+    """A run that writes files ({after: names}), begins an epoch every ``epoch`` steps, and is evaluated after the files
+    of the steps ``evaluated``."""
     events: list[dict] = []
     names = checkpoints if isinstance(checkpoints, dict) else {after: [f"{after}.pt"] for after in checkpoints}
     for done in range(steps + 1):
         for name in names.get(done, []):
             events.append({"event": "write", "path": str(OUT / name)})
             size = 100 if "optimizer" in name else 10
-            events.append({"event": "written", "path": str(OUT / name), "after": done, "bytes": size})
+            calls = sum(each < done for each in evaluated)
+            written = {"event": "written", "path": str(OUT / name), "after": done, "bytes": size, "evaluations": calls}
+            events.append(written)
+        calls = sum(each <= done for each in evaluated)
         if done < steps:
             events += [{"event": "epoch", "after": done}] * (done % epoch == 0)
-            events.append({"event": "step", "number": done + 1})
+            events.append({"event": "step", "number": done + 1, "evaluations": calls})
+    events.append({"event": "end", "evaluations": calls})
     return RunShape(events, [OUT])
 
 
@@ -89,6 +96,24 @@ def test_all():
 def test_all_without_a_second_epoch_or_checkpoint():
     found = kills.choose(shape(20, [10]), kills.ALL, 0)
     assert [kill.kill.place for kill in found] == ["checkpoint", "step"]
+
+
+@pytest.mark.parametrize("how", [kills.ALL, "1", "2", "5"])
+def test_a_kill_follows_an_evaluation(how):
+    """Between the checkpoint of step 13, which is before it, and the end; the first evaluation is a trial."""
+    made = shape(19, [*range(2, 13, 2), 13, 14, 16, 18, 19], epoch=13, evaluated=(0, 13, 19))
+    for seed in range(20):
+        chosen = kills.choose(made, how, seed)
+        assert [kill for kill in chosen if kill.kill.place in ("step", "checkpoint") and 14 <= kill.after < 19]
+        assert kills.untested(made, chosen) == ""
+
+
+def test_what_no_kill_after_an_evaluation_tests_is_said():
+    never, at_end = (shape(20, [5, 10, 20], evaluated=evaluated) for evaluated in ((0,), (0, 10, 20)))
+    early = shape(20, [5, 10, 15, 20], evaluated=(10, 20))
+    assert kills.untested(never, kills.choose(never, "1", 0)) == ""
+    assert "evaluate more often" in kills.untested(at_end, kills.choose(at_end, "9", 0))
+    assert "--kills all" in kills.untested(early, kills.choose(early, kills.MIDDLE, 0))
 
 
 def test_the_last_file_is_torn_only_if_there_is_no_other():

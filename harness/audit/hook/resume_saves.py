@@ -107,7 +107,10 @@ class Saves:
     def _written(self, path: str, how: str, after: int, content: dict[str, Any], line: str = "") -> None:
         self._paths.add(path)
         size = os.path.getsize(path) if os.path.isfile(path) else None
-        self._recorder.write("written", path=path, how=how, after=after, bytes=size, content=content, line=line)
+        self._recorder.write(
+            "written", path=path, how=how, after=after, bytes=size, content=content, line=line,
+            evaluations=self._recorder.evaluations,
+        )  # fmt: skip
         self._recorder.looked_at.clear()
         if self._inside(path):
             self._count += 1

@@ -101,17 +101,20 @@ def examine(path: str, overrides: Sequence[str], world_size: int) -> Length:
 def shortened(
     config: Config, overrides: Sequence[str], length: Length, steps: int | None
 ) -> dict[str, tuple[str, str]]:
-    """Return {key: (value, shorter value)} so that a run has several checkpoints, evaluations and, if its epochs are
-    short, an epoch end. Keys in ``overrides`` are the user's choice and are kept."""
+    """Return {key: (value, shorter value)} so that a run has several checkpoints, an evaluation before its end and, if
+    its epochs are short, an epoch end. Keys in ``overrides`` are the user's choice and are kept."""
     if steps is None:
         steps = FEW_STEPS if length.per_epoch > LONG_EPOCH else length.per_epoch + max(6, length.per_epoch // 2)
     steps = min(steps, length.total)
     every = max(2, steps // _CHECKPOINTS)  # so that a kill loses some steps
     often, saved = config.train.evaluate_every, config.checkpoint.every
+    evaluated = often.written if often.steps(length.per_epoch) < length.per_epoch else 1
+    if min(often.steps(length.per_epoch), length.per_epoch) >= steps:
+        evaluated = f"{-(-steps // 2)} steps"
     wanted: dict[str, Any] = {
         "train.max_steps": steps if steps < length.total else config.train.max_steps,
         "train.log_every": 1,
-        "train.evaluate_every": often.written if often.steps(length.per_epoch) < length.per_epoch else 1,
+        "train.evaluate_every": evaluated,
         "checkpoint.every": min(every, saved.steps(length.per_epoch)) if saved else every,
         "checkpoint.keep": 1000,
     }

@@ -113,7 +113,7 @@ def test_files_that_differ_while_training_is_equal(tmp_path, monkeypatch):
 @pytest.mark.timeout(280)
 def test_without_a_checkpoint_in_the_middle_nothing_can_be_told(tmp_path):
     config = write_config(tmp_path, write_images(tmp_path / "data"))
-    code, out = verify_resume(config, "--kills", "1", "--steps", "3", "checkpoint.every=100")
+    code, out = verify_resume(config, "--kills", "1", "--steps", "3", "checkpoint.every=100", "train.evaluate_every=1")
     assert code == 3
     assert "no-checkpoint: no checkpoint was seen" in out
 
@@ -203,7 +203,9 @@ def test_run_is_shortened_to_an_epoch_and_a_half(tmp_path):
     assert short(Length(20, 2000)) == {
         "train.max_steps": "30", "checkpoint.every": "4", "checkpoint.keep": "1000"
     }  # fmt: skip
-    assert short(Length(5000, 500000))["train.max_steps"] == "24"
+    long = short(Length(5000, 500000))
+    assert (long["train.max_steps"], long["train.evaluate_every"]) == ("24", "12 steps")
+    assert short(Length(5000, 500000), steps=1)["train.evaluate_every"] == "1 steps"
     assert short(Length(5000, 500000), steps=70)["checkpoint.every"] == "10"
     assert "train.max_steps" not in short(Length(4, 8))
     assert "checkpoint.every" not in short(Length(20, 2000), "checkpoint.every=1")
