@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from harness.training.task import BaseTask as BaseTask
     from harness.training.task import Batch as Batch
     from harness.training.task import Classification as Classification
+    from harness.training.task import OpenedTask as OpenedTask
     from harness.training.task import RowFiles as RowFiles
     from harness.training.task import TaskSection as TaskSection
     from harness.training.task import prepare as prepare
@@ -77,7 +78,8 @@ _NAMES = {  # of each module, as imported above; NAME=OTHER: it is called OTHER 
     "training.parts": "Checkpoints Runtime Sums amp bounds load num_steps open_runtime save shard",
     "training.run": "Run",
     "training.strategies.base": "ParallelStrategy",
-    "training.task": "Arrays BaseTask Batch Classification RowFiles TaskSection prepare row_seed seeded_torch",
+    "training.task": "Arrays BaseTask Batch Classification OpenedTask RowFiles TaskSection prepare row_seed "
+    "seeded_torch",
 }
 _FROM = {
     word.partition("=")[0]: (module, word.rpartition("=")[2])

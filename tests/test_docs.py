@@ -405,14 +405,18 @@ def check_task(folder: Path, output: dict[str, str], names: dict[str, Any]) -> N
     assert predictions["id"].tolist() == list(range(500))
     error = (predictions["prediction"] - predictions["label"]).abs().mean()
     assert error == pytest.approx(one["best"]["mae"], rel=1e-3)
-    images = [(torch.arange(4.0).view(1, 2, 2) + row, row % 3) for row in range(40)]
-    dataset, rows = names["Flipped"](images, seed=3), np.array([7, 2, 30])
-    plain, epoch = dataset.batch(rows, None), dataset.batch(rows, 0)
-    assert plain.inputs.equal(torch.stack([images[row][0] for row in rows]))
-    assert (plain.targets.tolist(), plain.rows.tolist(), len(dataset)) == ([1, 2, 0], [7, 2, 30], 40)
-    assert epoch.inputs[1:].equal(dataset.batch(rows[1:], 0).inputs), "the same in another batch"
-    flipped = [dataset.batch(np.arange(40), epoch).inputs[:, 0, 0, 0] % 4 for epoch in range(2)]
-    assert not flipped[0].equal(flipped[1])
+    ink = folder / "runs" / "ink"
+    assert json.loads((ink / "summary.json").read_text())["best"]["dice"] > 0.8
+    masks = pd.read_csv(ink / "predictions.csv")["mask"]
+    images = pd.read_csv(folder / "data" / "digits" / "eval.csv")["path"]
+    assert masks.tolist() == [f"predictions_files/mask/{Path(path).name}" for path in images]
+    assert (ink / masks[0]).exists()
+    exec(compile(marked("file: ink.py"), "ink.py", "exec"), names)
+    dataset, rows = names["Digits"]("train", seed=3), np.array([7, 2, 30])
+    epochs = [dataset.batch(rows, epoch) for epoch in (None, *range(8))]
+    assert all(each.targets.equal(each.inputs > 100.5 / 255) for each in epochs), "masks are flipped with their images"
+    assert epochs[1].inputs[1:].equal(dataset.batch(rows[1:], 0).inputs), "the same in another batch"
+    assert not all(each.inputs.equal(epochs[0].inputs) for each in epochs)
     first, again = torch.ones(1000), torch.ones(1000)
     for gradient in (first, again):
         names["gaussian"]([("weight", gradient)], torch.Generator().manual_seed(0), 0)

@@ -202,7 +202,8 @@ class BaseTask:
     """An opened task with defaults: inherit from it, set ``train`` and ``eval``, and write ``loss``.
 
     The model is built for two rows of ``train``, and the only metric is the loss. Override what should differ; each
-    member is documented in ``OpenedTask``. Those without arguments may also be set in ``__init__``.
+    member is documented in ``harness.OpenedTask``, optional ones in the ``Supports`` classes of this module. Those
+    without arguments may also be set in ``__init__``.
     """
 
     train: Dataset
