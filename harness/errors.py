@@ -13,6 +13,7 @@ import re
 import shlex
 import stat
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -105,7 +106,8 @@ def place_of(kind: Any, method: str = "") -> str:
 
 def is_users(file: str) -> bool:
     """Return True for a source file that is neither of the harness nor of an installed package."""
-    return not file.startswith((_PACKAGE, "<", *_INSTALLED)) and "site-packages" not in file
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return not installed and not file.startswith((_PACKAGE, "<", *_INSTALLED))
 
 
 def _installed(folders: Iterable[str]) -> tuple[str, ...]:
@@ -113,7 +115,8 @@ def _installed(folders: Iterable[str]) -> tuple[str, ...]:
     not the working folder, which has the user's own files, too."""
     targets = (Path(each) for each in folders if os.path.isdir(each) and not os.path.samefile(each, "."))
     found = (str(each) for each in targets if any(each.glob("*.dist-info")))
-    return tuple(f"{folder}{os.sep}" for folder in (sys.prefix, sys.base_prefix, *found))
+    of_python = (path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "scripts"))
+    return tuple(f"{folder}{os.sep}" for folder in (*of_python, *found))  # not all of /usr, which has /usr/src/app
 
 
 _INSTALLED = _installed(sys.path)  # now, as a disk may not answer when an error is reported

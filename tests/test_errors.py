@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import sysconfig
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_packages_that_pip_installed_into_any_folder_are_not_the_users(tmp_path,
     with pytest.raises(ValueError, match="x") as raised:
         importlib.import_module("model")
     assert errors.users_line(raised.value) == "site/other.py:2"
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "ow"))  # the start of another name
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path / "ow")})  # the start of another name
     monkeypatch.setattr(errors, "_INSTALLED", errors._installed(sys.path))
     assert errors.users_line(raised.value) == "own/model.py:2"
     monkeypatch.chdir("site")

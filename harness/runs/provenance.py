@@ -26,7 +26,7 @@ from harness.distributed import processes
 from harness.distributed.agreement import Facts
 from harness.distributed.machine import usable_cores
 from harness.distributed.runtime import Runtime
-from harness.errors import plural
+from harness.errors import is_users, plural
 from harness.version import __version__
 
 # Those that compute, decode images or draw random numbers: all ranks need the same.
@@ -93,12 +93,8 @@ def _loaded(folder: Path, top: str) -> Iterator[tuple[str, Path]]:
             continue
         package = name.partition(".")[0]
         not_own = {"harness", "__main__", "__mp_main__"} | sys.stdlib_module_names
-        if package == top or not (_is_installed(path) or package in not_own):
+        if package == top or (is_users(file) and package not in not_own):
             yield name, path
-
-
-def _is_installed(path: Path) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 @functools.cache

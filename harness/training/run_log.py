@@ -119,11 +119,13 @@ def show_evaluation(run: Run, report: Report, metrics: Mapping[str, float], bett
 
 
 def write_summary(run: Run, evaluation: Report) -> None:
-    """Write summary.json, and the confusion matrix, of the newest evaluation. Collective."""
+    """Write summary.json of the newest evaluation, and its confusion matrix if it is the best so far, as
+    predictions.csv will be. Collective."""
     state = run.state
     with run.runtime.together("writing the summary"):
         if run.runtime.rank == 0:
-            run.folder.confusion(evaluation)
+            if state.best_step in (0, state.step):  # 0: no value was finite
+                run.folder.confusion(evaluation)
             run.folder.summary(
                 {"name": run.config.name, "finished": run.finished(), "ended_early": run.ended_early() or None,
                  "epoch": state.epoch, "step": state.step,

@@ -135,6 +135,24 @@ def test_an_evaluation_that_was_due_is_due_on_other_ranks(tmp_path, built):
     assert not run.evaluation_due()
 
 
+def test_the_confusion_matrix_is_of_the_best_evaluation(tmp_path, built):
+    """As are the weights and predictions.csv."""
+    write_rows(tmp_path, "train", 12)
+    write_rows(tmp_path, "eval", 3)
+    run = built(make_config(tmp_path, train={"deterministic": False}))
+    found = {"rows": 3, "rows_used": 3, "bad_rows": 0, "samples_per_s": 1.0, "class_accuracy": {"a": 0.5, "b": 1.0}}
+    assert run.config.best_metric == "top1"
+    for top1, counts in ((0.25, [[0, 2], [0, 1]]), (0.75, [[1, 1], [0, 1]]), (0.0, [[0, 2], [1, 0]])):
+        run.state.step += 1
+        report = {**found, **dict.fromkeys(run.config.task.metrics, 1.0), "top1": top1, "confusion": counts}
+        with (
+            mock.patch.object(loop, "evaluate", lambda run, report=report: report),
+            mock.patch.object(loop, "keep_best"),
+        ):
+            loop.evaluation(run)
+    assert (run.folder.path / "confusion.csv").read_text() == "label,a,b\na,1,1\nb,0,1\n"
+
+
 @pytest.fixture
 def start(tmp_path, built):
     """A function that builds a run of 18 steps in 3 epochs on the GPU, of which one overflows in each."""

@@ -31,8 +31,8 @@ _BEST_LABELS = [f"label_{place}" for place in range(1, 6)]  # of many classes, p
 
 @dataclass(frozen=True)
 class Confusion:
-    """``counts[label][prediction]``. ``of_best``: of the best weights, like the list of mistakes; otherwise of the
-    newest evaluation."""
+    """``counts[label][prediction]``. ``of_best``: of the best weights, like the list of mistakes; otherwise of the best
+    evaluation so far."""
 
     classes: list[str]
     counts: list[list[int]]
@@ -73,7 +73,7 @@ class Mistakes:
 
 def confusion(run: ReportedRun) -> Confusion | None:
     """Counted from ``predictions.csv``, which the best weights wrote at the end of the run; before that, the matrix of
-    the newest evaluation. None if ``confusion.csv``, which lists the classes, does not exist or is not a square of
+    the best evaluation so far. None if ``confusion.csv``, which lists the classes, does not exist or is not a square of
     counts."""
     try:
         header, *lines = csv.reader(io.StringIO(read_text(run.record.path / layout.CONFUSION), newline=""))

@@ -100,7 +100,8 @@ def _mistakes(runs: RunSet, left_out: list[str]) -> ReportSection | None:
     if matrix and matrix.of_best:
         origin = f"All below is of {best}."
     else:
-        origin = "The metrics are from its newest evaluation" + (f", the list of {best}." if wrong.num_rows else ".")
+        evaluation = f"its {'best evaluation so far' if matrix else 'newest evaluation'}"
+        origin = f"The metrics are from {evaluation}" + (f", the list of {best}." if wrong.num_rows else ".")
     notes = [f"Run: {run.label}. {origin}"]
     if wrong.num_rows and not (table and table.header[0] == "column"):
         share = f"{formatting.count(wrong.number)} of {formatting.count(wrong.num_rows)}"

@@ -65,11 +65,11 @@ def test_classes_have_precision_recall_and_f1_the_worst_first():
 
 
 def test_matrix_and_list_are_from_the_same_weights(folder):
-    """confusion.csv is of the newest evaluation, predictions.csv of the best weights."""
-    newest = [[5, 2], [3, 7]]
+    """confusion.csv is of the best evaluation, predictions.csv of the best weights when the run last ended."""
+    saved = [[5, 2], [3, 7]]
     (folder / "confusion.csv").write_text("label,cat,dog\ncat,5,2\ndog,3,7\n")
-    assert mistakes.confusion(run(folder)).counts == newest
-    assert notes(folder) == "The metrics are from its newest evaluation."
+    assert mistakes.confusion(run(folder)).counts == saved
+    assert notes(folder) == "The metrics are from its best evaluation so far."
     (folder / "predictions.csv").write_text(TABLE + "unreadable.png,,dog,,\n")
     assert mistakes.confusion(run(folder)).counts == [[1, 1], [1, 0]]
     assert notes(folder) == "All below is of its best weights."
@@ -77,8 +77,8 @@ def test_matrix_and_list_are_from_the_same_weights(folder):
     (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))  # resumed with more epochs
     assert notes(folder) == "All below is of its best weights as of the last time it finished."
     (folder / "predictions.csv").write_text(TABLE.replace("dog", "cow"))  # of another table
-    assert mistakes.confusion(run(folder)).counts == newest
-    assert "newest evaluation, the list of its best weights" in notes(folder)
+    assert mistakes.confusion(run(folder)).counts == saved
+    assert "best evaluation so far, the list of its best weights" in notes(folder)
 
 
 @pytest.mark.parametrize("text", ["", "label,cat\n", "label,cat,dog\ncat,5,2\n", "label,cat\ncat,many\n", "a\0b"])
