@@ -8,8 +8,10 @@ import os
 import random
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -87,6 +89,14 @@ class DropsARow(Arrays):
         return Batch(batch.inputs[1:], batch.targets[1:], rows[1:], [*self.bad])
 
 
+class Draws(Arrays):
+    epochs: ClassVar = ()
+
+    def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
+        batch = super().batch(rows, epoch)
+        return replace(batch, inputs=batch.inputs + torch.rand(1)) if epoch in self.epochs else batch
+
+
 class Numpy(Arrays):
     def batch(self, rows: np.ndarray, epoch: int | None) -> Batch:
         batch = super().batch(rows, epoch)
@@ -132,6 +142,8 @@ class Line(BaseTask):
             self.train, self.fingerprint = DropsARow(x, 2 * x), "of a row less"
         if fault == "numpy":
             self.train, self.fingerprint = Numpy(x, 2 * x), "of NumPy"
+        if fault == "draws in batch()":
+            self.train, self.fingerprint = Draws(x, 2 * x), "of draws"
         if "own dataset" in fault:
             self.train = Doubled(x)
         self.eval = {"no __len__": Unsized(), "no method": object()}.get(fault, self.train)
@@ -233,6 +245,15 @@ def test_a_loss_that_is_a_sum_is_warned_of(tmp_path):
     assert warned(tmp_path, "sum").count(place) == 1
     assert "for the same rows twice, so it is a sum; return the mean" in warned(tmp_path, "sum")
     assert "so it is a sum" not in warned(tmp_path, "")
+
+
+@pytest.mark.parametrize("epoch", [0, None])
+def test_rows_that_differ_in_each_reading_are_warned_of(tmp_path, epoch, monkeypatch):
+    """Of training rows or of validation rows only."""
+    place = f"{HERE}:{inspect.getsourcelines(Draws.batch)[1]}: batch() returns other inputs"
+    assert "batch() returns" not in warned(tmp_path, "draws in batch()")
+    monkeypatch.setattr(Draws, "epochs", [epoch])
+    assert warned(tmp_path, "draws in batch()").count(place) == 1
 
 
 def test_a_metric_that_is_a_mean_is_warned_of(tmp_path):

@@ -229,7 +229,7 @@ class TrialStep:
         """Take a training step; return what was done, empty if no row could be read."""
         sizes = self.sizes
         num_rows = max(2, min(_ROWS, sizes.micro_batch, len(self.task.train)))  # training repeats a single row, too
-        batch = self.batch = _batch(self.task.train, num_rows, 0, "training")
+        batch = self.batch = self._read(self.task.train, num_rows, 0, "training")
         if batch is None:
             return ""
         rows = (sizes.micro_batch, min(sizes.eval_batch, len(self.task.eval)))
@@ -265,7 +265,7 @@ class TrialStep:
     def _evaluate(self, audit: Audit) -> str:
         """Evaluate; return what was done, empty if no row could be read."""
         task, num_rows = self.task, min(_ROWS, self.sizes.eval_batch, len(self.task.eval))
-        batch = _batch(task.eval, num_rows, None, "validation")
+        batch = self._read(task.eval, num_rows, None, "validation")
         if batch is None:
             return ""
         with audit, torch.no_grad():
@@ -282,6 +282,12 @@ class TrialStep:
                     known = require_columns(task, "known", batch.rows, batch.rows)
                     require_columns(task, "predictions", outputs, batch.rows, {"id": batch.rows, **known})
         return f"{plural(len(batch), 'validation row')} through prepare, model and metrics"
+
+    def _read(self, dataset: Dataset, num_rows: int, epoch: int | None, split: str) -> Batch | None:
+        batch, again = (_batch(dataset, num_rows, epoch, split) for _ in range(2))
+        if batch and again and (doubt := task_checks.doubt_of_rows(dataset, batch, again)):
+            self.doubts.setdefault("rows", doubt)
+        return batch
 
     def _inputs(self, batch: Batch) -> Tensor:
         """Return the input of the model; instead of float64 in float32, as amp casts it at every level."""

@@ -1,5 +1,5 @@
 """Checks of what the methods of a task return: errors of its sums, its report and its columns of predictions; doubts
-about a loss that is a sum or mixes rows, and a metric that is a mean, not a sum."""
+about a loss that is a sum or mixes rows, a metric that is a mean, not a sum, and rows that differ in each reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.config import plugins
 from harness.config.schema import TaskSection
-from harness.data.batch import described
+from harness.data.batch import Batch, Dataset, described
 from harness.errors import HarnessError, OwnCodeError, first_line, place_of, plural
 from harness.training.evaluation.prediction_files import RowFiles
 from harness.training.evaluation.sums import Pairs, Report, Rows, Sums, is_number
@@ -73,6 +73,22 @@ def doubt_of_sums(task: OpenedTask, outputs: Tensor, targets: Tensor) -> str:
                     f"{where}: evaluate() returns {total:.4g} as the sum of {name!r} over {count:g} rows, and the same "
                     "for these rows twice, so it is a mean; return the sum over the rows"
                 )
+    return ""
+
+
+def doubt_of_rows(dataset: Dataset, batch: Batch, again: Batch) -> str:
+    """Return, in words, that ``dataset`` gave other values in ``again`` than in ``batch`` for the same rows of the same
+    epoch; empty otherwise."""
+    for name in ("inputs", "targets"):
+        one, other = getattr(batch, name), getattr(again, name)
+        if one.shape != other.shape or not ((one == other) | (one != one)).all():
+            where = place_of(type(dataset), "batch") or f"the dataset {type(dataset).__name__}"
+            return (
+                f"{where}: batch() returns other {name} when it is called again for the same rows and epoch, so no "
+                "other number of ranks or loader workers gives the same run; draw from "
+                "numpy.random.default_rng(row_seed(seed, epoch, row)) or inside seeded_torch(row_seed(seed, epoch, "
+                "row)), and nothing where epoch is None"
+            )
     return ""
 
 
