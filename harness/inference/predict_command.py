@@ -73,7 +73,8 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
 
     if not (arguments.csv or arguments.images):
         words = [word for word in arguments.overrides if "=" not in word]
-        hint = f"type: harness predict {arguments.folder} --csv {shlex.join(words) or 'CSV'}"
+        option = "--images" if words and all(map(_is_of_images, words)) else "--csv"
+        hint = f"type: harness predict {arguments.folder} {option} {shlex.join(words) or 'CSV'}"
         raise ConfigError("there are no rows to predict: --csv CSV or --images PATH", where="command line", hint=hint)
     images = arguments.images or []  # argparse takes settings after them for more
     settings = [word for word in images if re.match("[^/=]+=", word) and not os.path.exists(word)]
@@ -93,6 +94,12 @@ def _request(arguments: argparse.Namespace, alone: bool, stack: ExitStack) -> tu
         locate(source)
     _require_free(arguments.out)
     return folder, source, arguments.out or _OUT, overrides, arguments.trust
+
+
+def _is_of_images(word: str) -> bool:
+    from harness.config.places import IMAGE_SUFFIXES
+
+    return os.path.isdir(word) or word.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _require_free(out: Path | None) -> None:

@@ -259,6 +259,8 @@ def test_killed_predict_leaves_no_process_and_no_file(trained, tmp_path):
         (["RUN", "--images", "gone/day=1.jpg"], 65, "gone/day=1.jpg: there is no such image or folder"),
         (["RUN", "--out", "x.csv", "--images", "file:///gone/a.jpg?b=c"], 65, "image not found: /gone/a.jpg?b=c"),
         (["RUN", "--images", "fresh"], 65, "fresh: no images; skipped: "),
+        (["RUN", "."], 2, " --images ."),
+        (["RUN", "new.csv"], 2, " --csv new.csv"),
         (["nope", "--csv", "CSV"], 2, "nope: there is no such folder"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "model.args.width=5"], 70, "do not fit this model"),
         (["RUN", "--csv", "CSV", "--out", "x.csv", "modle.name=x"], 2, "did you mean model"),

@@ -347,6 +347,18 @@ def test_all_kinds_of_problems_of_the_rows_are_listed_at_once(folder):
     assert (error.where, error.hint) == (f"{eval_}:2", "did you mean '0', 'One'?"), "one error for one cause"
 
 
+def test_rows_without_labels_can_be_allowed_in_both_tables(folder):
+    """Where a row may have several labels."""
+    for split in ("train", "eval"):
+        table = folder / f"{split}.csv"
+        lines = table.read_text().splitlines()
+        table.write_text("\n".join([*lines[:-1], lines[-1].rpartition(",")[0] + ","]) + "\n")
+    labels = ("task.labels={column: label, separator: '|'}",)
+    assert all("task.labels.empty=allow" in error.hint for error in examine(folder, *labels)[1])
+    assert not any("empty=allow" in error.hint for error in examine(folder)[1])
+    assert not examine(folder, "task.labels={column: label, separator: '|', empty: allow}")[1]
+
+
 def test_every_damaged_image_is_named(folder):
     """Of both splits at once, and those that no sample of a larger table would include."""
     write_rows(folder, "train", 480)

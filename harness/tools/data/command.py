@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1; use 0.1 for a tenth")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1; use 0.1 or 10% for a tenth")
     return value
 
 

@@ -13,6 +13,7 @@ from harness.config.targets import TableTask
 from harness.data.row_labels import NoLabels, RowLabels
 from harness.data.table.labels import LabelColumns, misspelled
 from harness.data.table.table import Table, open_table
+from harness.data.table.writers import CodeWriter, TagWriter
 from harness.errors import ConfigError, DataError, DoubtError, listed, plural
 from harness.training.evaluation.labels import KINDS
 from harness.training.evaluation.losses import LabelCounts
@@ -74,7 +75,7 @@ def label_problems(task: TableTask, train: Table, eval_: Table) -> Iterator[Data
         blank, new = [not (labels or allowed) for labels in names], [bool(labels - known_labels) for labels in names]
         lacking = f"with a label that {task.train_csv} does not have ({listed(unknown, _NAMED)})"
         checks: list[tuple[type[DataError], str, list[bool], str]] = [
-            (DataError, "without a label", blank, "fill in the labels or remove the rows; no setting skips them"),
+            (DataError, "without a label", blank, (TagWriter if separator else CodeWriter).remedy),
             (DataError, lacking, new, "correct the labels, or remove the rows"),
         ]
         for word, similar_label in misspelled(count, len(table)) if table is train else ():

@@ -145,7 +145,7 @@ def test_the_next_command_of_a_split_names_the_folder_of_the_images(tmp_path, mo
             (photo := Path(photos) / "ab"[row % 2] / f"{row}.jpg").parent.mkdir(parents=True, exist_ok=True)
             write_jpeg(PIXELS, str(photo))
     assert data("folder", "small", "small.csv") == 0
-    assert data("split", "small.csv", "--eval", "0.2") == 0
+    assert data("split", "small.csv", "--eval", "20%") == 0
     command = capsys.readouterr().out.rpartition("next: ")[2]
     assert command == "harness init small.csv --root small\n"
     assert cli.main(shlex.split(command)[1:]) == 0
