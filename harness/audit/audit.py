@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +111,11 @@ def _folder(wanted: Path | None) -> Iterator[tuple[Path, Callable[[], object]]]:
     yield wanted, lambda: None
 
 
+def _symptom(finding: Finding) -> str:
+    """Return what differs, without where."""
+    return re.sub(r"\bstep \d+", "step", finding.text)
+
+
 class _CannotTellError(Exception):
     """No verdict is possible, for the reason in ``finding``."""
 
@@ -189,10 +195,12 @@ class _Audit:
 
     def _merged(self, findings: list[Finding]) -> list[Finding]:
         """Return a finding for each code, and one of a start that fails. What one kill shows counts, even if another
-        kill cannot tell."""
+        kill cannot tell. An unknown fault that shows as one with a name does is that one."""
         alike: dict[tuple[str, bool], list[Finding]] = {}
-        for finding in findings:
-            alike.setdefault((finding.code, finding.code == "other" and not finding.steps), []).append(finding)
+        names = {_symptom(each): each.code for each in findings if each.code == "unsaved-state"}
+        for finding in sorted(findings, key=lambda each: each.code == "other" and _symptom(each) in names):
+            code = names.get(_symptom(finding), "other") if finding.code == "other" else finding.code
+            alike.setdefault((code, code == "other" and not finding.steps), []).append(finding)
         faults = {key: found for key, found in alike.items() if key[0] not in UNDECIDED}
         if ("unsaved-state", False) in faults:  # starts are observed for one kill
             why = "the unsaved state may explain it: save that first, and run this again"

@@ -129,6 +129,14 @@ def test_a_fault_that_one_kill_may_explain_stays_after_another():
     assert ["may explain it" in "".join(each.evidence) for each in merged] == [False, True, False]
 
 
+def test_an_unknown_fault_that_shows_as_a_named_one_is_that_one():
+    first, second = (f"the first difference, at step {number}, is in the weights" for number in (6, 12))
+    named, unknown = Finding("unsaved-state", first, steps=(6,)), Finding("other", second, steps=(12,))
+    for found in ([named, unknown], [unknown, named]):
+        (one,) = _Audit._merged(SimpleNamespace(_notes=[]), found)
+        assert (one.code, one.text, one.evidence) == ("unsaved-state", first, ("the same fault after 1 more kill",))
+
+
 def test_files_that_vanish_have_no_size(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "stays").write_bytes(b"123")
