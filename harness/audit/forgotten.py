@@ -18,6 +18,8 @@ _GLOBAL = re.compile(r"(\w+)((?:\.\w+)*)\['(\w+)'\]")  # an attribute of a modul
 _PLACE = re.compile(r" \(([^()]+:\d+)\)$")  # of a local variable, as the recorder names it
 _OF_LOADER = re.compile(r"(\w+(?: \d+)?)\.generator")  # or of a sampler
 _ROWS = re.compile(r"array of \((\d+),")
+_WHOLE = re.compile(r"-?\d+")
+_COMPUTED = re.compile(r"array of|(np\.\w+\()?-?(\d|nan|inf)")
 _RESTORED = {
     "torch.Generator": ("get_state()", "pass it to {0}.set_state()"),
     "numpy.random.Generator": ("bit_generator.state", "assign it to {0}.bit_generator.state"),
@@ -65,8 +67,11 @@ class LostGenerator(NamedTuple):
 class _Forgotten:
     attributes: dict[str, str] = field(default_factory=dict)
     """By name, a sentence."""
+    counters: dict[str, str] = field(default_factory=dict)
+    """By name, what to do about whole numbers that are off by as much at each step, such as an epoch."""
     following: set[str] = field(default_factory=set)
-    """Batches, tensors in global variables, and what was restored: they may follow from what differs."""
+    """Batches, tensors in global variables, what was restored and, with other rows or random numbers, what a step may
+    compute from them: they may follow from what differs."""
     generators: list[LostGenerator] = field(default_factory=list)
     """Those that are not as they were."""
     same_rows: set[str] = field(default_factory=set)
@@ -82,7 +87,7 @@ def explained(
     undisturbed one. ``observed`` and ``again``, both undisturbed, show which attributes are equal in equal starts.
     """
     place = next((place for place, each in enumerate(findings) if each.code in _DRAWN), 0)
-    found = _forgotten(observed, again, resumed)
+    found = _forgotten(observed, again, resumed, any(each.code in _DRAWN for each in findings))
     return [
         _explained(each, found, observed.of_harness) if number == place else each
         for number, each in enumerate(findings)
@@ -97,9 +102,14 @@ def _explained(finding: Finding, lost: _Forgotten, of_harness: bool) -> Finding:
     following, attributes = lost.following - lost.attributes.keys(), lost.attributes
     if finding.code == "inputs" and generators:  # what else differs may be a sum of losses
         generators, following, attributes = own or generators, following | attributes.keys(), {}
-    lines = [f"{each.name}, a {each.kind}, is not as it was" for each in generators]
-    lines += [attributes[name] for name in sorted(attributes)]
+    counters = sorted(attributes.keys() & lost.counters.keys()) if finding.code in ("row-order", "inputs") else []
+    lines = [attributes[name] for name in counters]
+    lines += [f"{each.name}, a {each.kind}, is not as it was" for each in generators]
+    lines += [attributes[name] for name in sorted(attributes.keys() - counters)]
     finding = _with_remedy(finding, generators, own, of_harness)
+    if counters:
+        first = ", ".join(lost.counters[name] for name in counters[:3])
+        finding = replace(finding, remedy=f"{first}; if that does not suffice, {finding.advice}")
     follows = finding.code in _FOLLOWS and of_harness
     if lines and (follows or (finding.code == "other" and finding.steps)):  # it has no steps if the start failed
         finding = replace(finding, code="unsaved-state")
@@ -143,7 +153,8 @@ def _remedies(generators: Sequence[LostGenerator], code: str, of_harness: bool) 
     return "; ".join(dict.fromkeys(each.remedy(code, of_harness) for each in generators))
 
 
-def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) -> _Forgotten:
+def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord, drawn: bool) -> _Forgotten:
+    """``drawn``: rows or random numbers are other ones."""
     found = _Forgotten()
     names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # one generator has several: of loader and sampler
     moving: set[str] = set()
@@ -159,6 +170,7 @@ def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) 
                 if not first[name] != value == step_again.attributes[name]:
                     continue
                 is_batch, rows_differ = _is_batch(value, step), step.inputs != other.inputs
+                starts_over, is_off = theirs == first[name], _is_off(name, undisturbed[1:], of_resumed)
                 if value == theirs:
                     restored.add(name)
                     if rows_differ and name in moving and is_batch:
@@ -167,17 +179,32 @@ def _forgotten(observed: StartRecord, again: StartRecord, resumed: StartRecord) 
                     names[value, theirs].add(name)
                 elif _PLACE.search(name) and not value.startswith("count("):  # a local tensor
                     continue
-                elif name in restored or (rows_differ and (is_batch or _is_global_array(name, value))):
+                elif (
+                    name in restored
+                    or (rows_differ and (is_batch or _is_global_array(name, value)))
+                    or (drawn and _COMPUTED.match(value) and not (starts_over or is_off))
+                ):
                     found.following.add(name)
                 else:
-                    text = f"{name} is {theirs} instead of {value}: no checkpoint restores it"
-                    found.attributes.setdefault(name, text)
+                    why = "no checkpoint restores it" if starts_over else "it is restored wrongly or not at all"
+                    found.attributes.setdefault(name, f"{name} is {theirs} instead of {value}: {why}")
+                    if is_off:
+                        variable = _in_code(name).partition(" ")[0]
+                        found.counters.setdefault(name, f"let the resume set {variable} to {value}, not {theirs}")
     generators = {
         min(map(_in_code, each), key=_preference): (state.partition(" at ")[0], not each.isdisjoint(moving))
         for (state, _), each in names.items()
     }
     found.generators = [LostGenerator(name, *facts) for name, facts in sorted(generators.items())]
     return found
+
+
+def _is_off(name: str, undisturbed: Sequence[Step], resumed: Sequence[Step]) -> bool:
+    """Return True for a whole number that is off by as much at each step; not for a length, nor for a sum."""
+    steps = zip(undisturbed, resumed, strict=False)
+    pairs = [(one.attributes.get(name, ""), other.attributes.get(name, "")) for one, other in steps]
+    numbers = [(int(one), int(other)) for one, other in pairs if _WHOLE.fullmatch(one) and _WHOLE.fullmatch(other)]
+    return len({one - other for one, other in numbers}) == 1 and not name.endswith("(length)")
 
 
 def _recorded(*starts: StartRecord) -> Iterator[list[list[Step]]]:

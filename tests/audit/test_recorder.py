@@ -333,7 +333,7 @@ def test_ends_after_the_planned_step(tmp_path):
 
 
 def test_names_the_lines_that_draw_random_numbers(tmp_path):
-    own = "random.Random(0).random()"
+    own = "random.Random(0).random(), torch.rand(2, generator=torch.Generator())"
     body = "noise = np.random.rand()\n" + BODIES["plain"] + f"\nrandom.shuffle([1, 2])\n{own}\n"
     run = Run(tmp_path, BEGIN + body + END, {"draws": True})
     run.finish()

@@ -158,6 +158,28 @@ def test_the_next_batch_of_a_prefetcher_follows_from_other_rows():
     assert found == ("also not as it was, perhaps only as a result: Prefetcher.next (m.Prefetcher)",)
 
 
+def test_what_a_step_computes_from_other_rows_is_not_called_forgotten():
+    """Not a counter that is off, which comes before the generator that it seeds."""
+
+    def start(*steps: tuple[str, ...]):
+        names = ("m['epoch']", "m['mean']", "m['sum']", "DataLoader.generator")
+        return _start(*((each[0], dict(zip(names, each[1:], strict=True))) for each in steps))
+
+    observed = start(("a", "0", "0.1", "2", "g"), ("b", "2", "0.5", "20", "h"), ("c", "2", "0.6", "29", "h"))
+    resumed = start(("d", "1", "0.4", "21", "k"), ("e", "1", "0.7", "33", "k"))
+    for each in (*observed.processes[0].steps, *resumed.processes[0].steps):
+        each.attributes["DataLoader.generator"] = f"torch.Generator at {each.attributes['DataLoader.generator']}"
+    found = explained(Finding("row-order", "", steps=(2,)), observed, observed, resumed)
+    assert found.evidence == (
+        "m['epoch'] is 1 instead of 2: it is restored wrongly or not at all",
+        "DataLoader.generator, a torch.Generator, is not as it was",
+        "also not as it was, perhaps only as a result: m['mean'], m['sum']",
+    )
+    assert found.advice.startswith("let the resume set m.epoch to 2, not 1; if that does not suffice, let gen be the")
+    found = explained(Finding("other", "equal rows", steps=(2,)), observed, observed, resumed)
+    assert "m['mean'] is 0.4 instead of 0.5: it is restored wrongly or not at all" in found.evidence
+
+
 def test_only_what_training_changes_and_equal_starts_share_is_forgotten():
     def start(*attributes: dict[str, str]):
         return _start(*((each.get("m['x']"), each) for each in attributes))

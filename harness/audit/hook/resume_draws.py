@@ -68,18 +68,22 @@ class _Observer:
         self._torch = _torch_draws()
         self.of_chance = bool(recorder.plan.get("chance"))
         self._seen: set[tuple[Any, ...]] = set()
+        self._states: list[Any] = []
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call":
+        if event not in ("c_call", "c_return"):
             return
-        owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+        begins, owner, name = event == "c_call", getattr(called, "__self__", None), getattr(called, "__name__", "")
         if self.of_chance:
-            self._chance(owner, name, frame)
+            if begins:
+                self._chance(owner, name, frame)
         elif owner is random._inst:  # type: ignore[attr-defined]
-            if name != "getstate" and name != "setstate" and name != "seed":
+            if begins and name != "getstate" and name != "setstate" and name != "seed":
                 self.draw("random", f"random.{name}", frame)
         elif name in self._torch and not isinstance(owner, random.Random):  # such as the one that names temporary files
-            self.draw("torch", f"torch.{name}", frame)
+            before, self._states = self._states, _torch_states()
+            if not begins and before != self._states:  # else it has a generator of its own, or draws nothing
+                self.draw("torch", f"torch.{name}", frame)
 
     def _chance(self, owner: Any, name: str, frame: FrameType) -> None:
         if name == "urandom" or (name == "seed" and isinstance(owner, torch.Generator)):
@@ -121,6 +125,14 @@ def _warn_of_operations(observer: _Observer) -> None:
 
     warnings.simplefilter("always")
     warnings.showwarning = shown
+
+
+def _torch_states() -> list[Any]:
+    """Return the states of torch's global streams. Those of GPUs cannot be read while a CUDA graph is captured."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states += torch.cuda.get_rng_state_all()
+    return [each.tolist() for each in states]
 
 
 def _torch_draws() -> frozenset[str]:
