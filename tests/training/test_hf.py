@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from harness import load_model, predict
@@ -1089,11 +1090,12 @@ def test_images(tmp_path, monkeypatch):
     assert len({file.stat().st_mode for file in Path("out").iterdir()}) == 1
     there = transformers.AutoModelForImageClassification.from_pretrained("out").eval()
     processor = transformers.AutoImageProcessor.from_pretrained("out")
-    opened = opening.open_task(loader.load(path), Runtime())
-    square = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    ours = opened.prepare(square[None])
-    theirs = processor(square.permute(1, 2, 0).numpy(), return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(torch.as_tensor(theirs), ours, atol=1e-5, rtol=1e-5)
+    pixels = np.random.default_rng(0)
+    for height, width in ((16, 16), (20, 24), (41, 18), (9, 14)):
+        image = Image.fromarray(pixels.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        ours = load_model("runs/run").preprocess(image)
+        theirs = processor(image, return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     assert there(ours).logits.shape == (1, 3)
 
 

@@ -94,15 +94,16 @@ def save_inputs(path: Path, facts: Mapping[str, Any], tokenizer: Any) -> None:
 
 
 def _processor(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preprocessing of square images as transformers writes it; empty for texts and for other
+    """Return the preprocessing of images to a square as transformers writes it; empty for texts and for other
     preprocessing."""
     size = facts.get("size", ())
     if len(size) != 2 or size[0] != size[1] or "transforms" in facts or "mean" not in facts:
         return {}
     return {
-        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": facts.get("color") == "rgb",
-        "do_resize": True, "size": {"shortest_edge": size[0]}, "resample": 2,
+        "image_processor_type": "PerceiverImageProcessor",  # crops before it resizes, by the ratio of both sizes
+        "do_convert_rgb": facts.get("color") == "rgb",
         "do_center_crop": True, "crop_size": {"height": size[0], "width": size[1]},
+        "do_resize": True, "size": {"height": size[0], "width": size[1]}, "resample": 2,
         "do_rescale": True, "rescale_factor": 1 / 255,
         "do_normalize": True, "image_mean": facts["mean"], "image_std": facts["std"],
     }  # fmt: skip
