@@ -41,7 +41,9 @@ def _batch(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "batch.global",
             f"set exactly one of batch.global and batch.per_rank; {state}",
-            "for example batch.global=128 (rows per step over all ranks)",
+            "for example batch.global=128 (rows per step over all ranks)"
+            if batch.global_ is None
+            else f"batch.global=null batch.per_rank={batch.per_rank}; or batch.per_rank=null, to keep batch.global",
         )
     size = batch.global_ or batch.per_rank
     if size is not None and size % batch.accumulate:

@@ -18,7 +18,9 @@ FSDP = {"strategy": "fsdp"}
 # {contradiction: (settings, first keys, part of the message, part of the hint)}
 CASES = {
     "no batch": ({"batch": {}}, ["batch.global"], "neither is set", "batch.global=128"),
-    "two batches": ({"batch": {"global": 8, "per_rank": 4}}, ["batch.global"], "both are set", "batch.global=128"),
+    "two batches": (
+        {"batch": {"global": 8, "per_rank": 4}}, ["batch.global"], "both are set", "batch.global=null batch.per_rank=4"
+    ),
     "uneven micro-batches": ({"batch": {"global": 10, "accumulate": 4}}, ["batch.global"], "10 rows", "12"),
     "uneven micro-batches per rank": ({"batch": {"per_rank": 3, "accumulate": 2}}, ["batch.global"], "3 rows", "4"),
     "scaling without base": ({"optimizer": {"lr_scaling": "linear"}}, ["optimizer.lr_scaling"], "together", "set both"),

@@ -494,7 +494,7 @@ def test_constraints_are_checked_when_the_schema_holds(tmp_path):
     text = GOOD.replace("global: 8", "global: 8\n  per_rank: 2")
     message = refused(tmp_path, text + "checkpoint: {best_metric: f1}\n")
     assert "x.yaml:7: batch.global: set exactly one of batch.global and batch.per_rank" in message
-    assert "both are set\n     -> for example batch.global=128" in message
+    assert "both are set\n     -> batch.global=null batch.per_rank=2; or" in message
     assert "x.yaml:9: checkpoint.best_metric: task image_csv has no metric 'f1'" in message
     assert "2 problems" in message
     message = refused(tmp_path, text + "train: {epoch: 1}\n")

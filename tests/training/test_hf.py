@@ -351,7 +351,8 @@ def test_weights_of_a_run_with_and_without_lora(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("targets", "number"), [(["query", "value"], 4), (["bert.encoder.layer.1.*"], 6), (["layer.1"], 6), ([], 13)]
+    ("targets", "number"),
+    [(["query", "value"], 4), (["bert.encoder.layer.1.*"], 6), (["layer.1"], 6), ([], 13), (["all-linear"], 13)],
 )
 def test_only_matrices_and_the_last_layer_are_trained(make, targets, number):
     config = make(model={"lora": {"r": 3, "targets": targets}})
@@ -574,6 +575,9 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
     return folder
 
 
+SIDES = {"in_features": 1, "out_features": 3}
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -603,7 +607,6 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
         ({"model": {"args": {"trust_remote_code": True}}}, "code of the folder's own is not run"),
         ({"model": {"args": {"revision": "main"}}}, "revision is a part of the name -> set .*@REVISION"),
         ({"model": {"name": "hf:TMP/adapter"}}, "TMP/adapter has no config.json -> it is an adapter of peft: give a"),
-        ({"model": {"lora": {"targets": ["all-linear"]}}}, "no layer .* 'all-linear' -> remove it: without model.lora"),
         ({"model": {"name": "hf:TMP/vit", "weights": "random"}}, "type vit, .* no classification of texts"),
         (
             {"model": {"name": "hf:TMP/of_timm"}},
@@ -617,8 +620,9 @@ def renamed(bert: Path, folder: Path, **keys: object) -> Path:
         ({"task": {"tokenizer": {"name": "hf:TMP/config"}}}, "there is no tokenizer in TMP/config"),
         (
             {"model": {"name": "hf:TMP/large", "weights": "random"}, "task": {"tokenizer": {"name": "hf:TMP/large"}}},
-            "the tokenizer has 26 ids, but hf:.* only 20",
+            "the tokenizer has 26 ids, but hf:.* only 20 -> .*model.resize_token_embeddings",
         ),
+        ({"model": {"name": "torch.nn.Linear", "args": SIDES}}, "-> write forward.* 0 is input_ids, 1 attention_mask"),
         ({"task": {"tokenizer": {"name": "hf:TMP/other"}}}, "hf:TMP/other has other tokens than hf:"),
         (
             {"task": {"tokenizer": {"max_length": 25}}},

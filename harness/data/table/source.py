@@ -25,7 +25,7 @@ from harness.runs.fetch import attempted
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# First bytes of files that are not text, and how to convert them.
+# First bytes of files that are no tables, and how to convert them.
 _FOREIGN = {
     b"PK\x03\x04": ("a zip archive", "unpack it: unzip {name}"),
     b"BZh": ("bzip2", "unpack it: bunzip2 {name}"),
@@ -33,6 +33,11 @@ _FOREIGN = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: unzstd {name}"),
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8: iconv -f UTF-16 -t UTF-8 {name}"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8: iconv -f UTF-16 -t UTF-8 {name}"),
+    b'{"': (
+        "JSON Lines",
+        'convert it: python -c "import sys, pandas; pandas.read_json(sys.argv[1], lines=True).to_csv(sys.argv[2], '
+        'index=False)" {name} NAME.csv',
+    ),
 }
 BROKEN = (OSError, EOFError, zlib.error)  # a damaged gzip file raises any of them
 _GZIP = b"\x1f\x8b"

@@ -30,7 +30,7 @@ def split(
     Each value of ``stratify`` has about the same share in both. Depends on the rows, their order and ``seed`` alone.
     """
     name = locate(source).name
-    suffix, kind = table_file.suffix_of(source), kind_of(source, str(source))
+    kind, suffix = kind_of(source, str(source)), table_file.suffix_of(source)
     stem = source.name[: -len(suffix)]
     outs = [(folder or source.parent) / f"{stem}.{part}{suffix}" for part in ("train", "eval")]
     if (kind == "parquet") != (suffix == ".parquet"):

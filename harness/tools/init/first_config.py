@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.places import HUB, JPEG_SUFFIXES, is_url
-from harness.data.table.source import locate
+from harness.data.table.source import kind_of, locate
 from harness.errors import ConfigError, DataError, reason, remedy
 from harness.tools.init import columns, images
 from harness.tools.init.columns import Annotations, Guess, comment, plain
@@ -102,6 +102,8 @@ def _pair(sources: Sequence[str]) -> tuple[str, str]:
     if paths[0].endswith((".yaml", ".yml")):
         hint = f"check it: harness check -c {file}; for a new one, use harness init TRAIN.csv EVAL.csv"
         raise ConfigError("this is a configuration, not a table", where=paths[0], hint=hint)
+    if not is_url(paths[0]):
+        kind_of(train, paths[0])  # raises DataError if it is no table
     raise ConfigError(
         "there is no file with validation rows next to it",
         where=paths[0],

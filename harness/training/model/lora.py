@@ -15,6 +15,7 @@ from harness.training.model import module_names
 from harness.training.model.module_names import LORA, is_within
 
 BASE_LAYER = ".base_layer."  # in those of the weights of an adapted layer
+_ALL = "all-linear"  # but the last layers, as peft calls them
 _LINEAR = ("Linear", "Conv1D")  # the latter of transformers, for GPT-2
 _KINDS = (*_LINEAR, "Conv1d", "Conv2d", "Conv3d", "Embedding")
 
@@ -30,7 +31,11 @@ def apply(model: nn.Module, section: LoraSection) -> None:
     heads = last_layers(model)
     layers = {name: type(module).__name__ for name, module in model.named_modules() if _is_layer(module)}
     plain = [name for name, kind in layers.items() if kind in _LINEAR and not is_within(name, heads)]
-    chosen = {name for target in section.targets for name in _matching(target, layers, "targets")} or {*plain}
+    chosen = {
+        name
+        for target in section.targets or (_ALL,)
+        for name in (plain if target == _ALL else _matching(target, layers, "targets"))
+    }
     chosen = {name for name in chosen if not is_within(name, saved)}
     if not chosen:
         message = "it has no linear layers to adapt but the last ones and those of modules_to_save"
@@ -102,7 +107,4 @@ def last_layers(model: nn.Module) -> list[str]:
 
 
 def _matching(target: str, names: Collection[str], key: str) -> list[str]:
-    if target == "all-linear":  # of peft
-        hint = f"remove it: without model.lora.{key}, all linear layers but the last ones are adapted"
-        raise ConfigError(f"no layer of the model matches {target!r}", where=f"model.lora.{key}", hint=hint)
     return module_names.matching(target, names, f"model.lora.{key}", "layer of the model")

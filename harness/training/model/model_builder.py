@@ -191,6 +191,11 @@ def _remedy(model: nn.Module, example: Tensor, name: str, task: object) -> str:
             return f"set {key}={places}: the model has no more positions (max_position_embeddings of its config.json)"
         return f"check task.tokenizer and model.args; {key}={example.shape[1]} is within the model's {places} positions"
     if not example.is_floating_point():
+        if example.dim() == 3 and "." in name:
+            return (
+                "write forward() for this shape: of the last axis, 0 is input_ids, 1 attention_mask and 2, if the "
+                "tokenizer has them, token_type_ids"
+            )
         return (
             "use a model that takes token ids, such as text_cnn, or one of your own that takes num_tokens and "
             "num_classes"

@@ -246,6 +246,7 @@ def test_suggested_commands_are_quoted(refused, tmp_path):
     for content, command in (
         (b"PK\x03\x04....", "unzip '{}'"),
         (b"\xff\xfea", "iconv -f UTF-16 -t UTF-8 '{}'"),
+        (b'{"path": "a"}\n', "to_csv(sys.argv[2], index=False)\" '{}' NAME.csv"),
         (gzip.compress(HEADER + GOOD, mtime=0)[:-20], "gzip -t '{}' checks"),
         ("path,label\na,\xe9\n".encode("latin-1"), "iconv -f LATIN1 -t UTF-8 '{}' >"),
     ):

@@ -424,6 +424,7 @@ def test_a_root_at_a_url_is_not_looked_at_and_texts_have_none(folder, capsys, mo
     [
         ({}, ["nothing.csv"], "no such annotation file"),
         ({"a.csv": "file,label\nx.png,1\n"}, ["a.csv"], "harness data split a.csv --eval 0.1"),
+        ({"a.jsonl": '{"text": "x"}\n'}, ["a.jsonl"], "the file is JSON Lines"),
         ({"my pets/cat/1.jpg": ""}, ["my pets"], "harness data folder 'my pets' 'my pets.csv'"),
         ({"notes/a.txt": ""}, ["notes"], "this folder has no table"),
         ({"a.csv": "name,label\nx,1\ny,2\n"}, ["a.csv", "a.csv"], "no column contains image paths"),

@@ -82,7 +82,8 @@ def build(
         )
     if tokenizer is not None:  # where a decoder finds the last token; its file may have none, or another
         config.pad_token_id = tokenizer.tokenizer.pad_token_id
-    _require_inputs(name, config, in_channels, num_tokens)
+    is_own = tokenizer is not None and tokenizer.tokenizer.name_or_path == str(hub.folder(name, "model.name"))
+    _require_inputs(name, config, in_channels, num_tokens, is_own)
     try:
         model: Any = kinds.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ImportError as error:  # of what the model's module imports
@@ -135,13 +136,18 @@ def _configuration(name: str, num_classes: int, args: Mapping[str, Any]) -> Any:
     return config
 
 
-def _require_inputs(name: str, config: Any, in_channels: int | None, num_tokens: int | None) -> None:
+def _require_inputs(
+    name: str, config: Any, in_channels: int | None, num_tokens: int | None, own_tokenizer: bool
+) -> None:
     places = getattr(config, "vocab_size", None)
     if num_tokens is not None and places is not None and num_tokens > places:
         raise ConfigError(
             f"the tokenizer has {num_tokens:,} ids, but {name} only {places:,}",
             where="task.tokenizer.name",
-            hint=f"use the tokenizer of the model: task.tokenizer.name={name}",
+            hint="give the model one embedding per token, and save it again: "
+            "model.resize_token_embeddings(len(tokenizer)); model.save_pretrained(FOLDER)"
+            if own_tokenizer
+            else f"use the tokenizer of the model: task.tokenizer.name={name}",
         )
     channels: Any = getattr(config, "num_channels", in_channels)
     if in_channels is not None and channels != in_channels:
