@@ -61,6 +61,10 @@ ABSENT = {  # and why
         ("load_in_4bit", "load_in_8bit", "qlora", "quantization", "quantization_config"),
         "weights are in 16 or 32 bits; model.lora.r=8 and model.activation_checkpointing=true save memory",
     ),
+    **dict.fromkeys(
+        ("ia3", "adalora", "loha", "lokr", "oft", "prompt_tuning", "prefix_tuning", "p_tuning"),
+        "of the methods of peft, there are LoRA, rsLoRA and DoRA: model.lora",
+    ),
     "push_to_hub": "harness export RUN --format huggingface --out FOLDER, and then: hf upload NAME FOLDER",
 }
 SCHEDULES = {

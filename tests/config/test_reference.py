@@ -126,10 +126,11 @@ def test_names_of_hugging_face_of_schedules_and_of_arguments(word, keys):
         ("neftune", "there is no noise"),
         ("data_collator", "a batch of texts"),
         ("padding_side", "it is that of the tokenizer"),
+        ("IA3", "of the methods of peft, there are LoRA"),
     ],
 )
 def test_what_there_is_not_is_answered_with_the_reason(name, reason):
-    called = name.replace(" ", "_")
+    called = name.lower().replace(" ", "_")
     with pytest.raises(ConfigError, match=f"(?s){called} of Hugging Face is not available\n  -> {reason}"):
         reference.search([name])
 
