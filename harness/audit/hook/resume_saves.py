@@ -148,6 +148,8 @@ class Saves:
 
     def _event(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Note a file that Python opens to write, changes or renames."""
+        if not _OPERATIONS:  # None: the interpreter ends, and has cleared this module
+            return
         if name == "open":
             path, mode, flags = arguments
             if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
