@@ -588,8 +588,6 @@ def check_reports(folder: Path, output: dict[str, str], names: dict[str, Any]) -
     for text in output.values():
         assert text.split()
         assert all((folder / name).stat().st_size > 100 for name in text.split())
-    assert names["run"].state == "finished"
-    assert names["table"].num_rows
 
 
 def check_schedules(folder: Path, output: dict[str, str], names: dict[str, Any]) -> None:
