@@ -145,6 +145,9 @@ def conclude(run: Run, done: bool) -> None:
             "throughput: %.0f rows/s in training, over all ranks; %d rows%s in %.1f s with validation and checkpoints",
             run.throughput(), state.rows, skipped, run_log.total_s(run),
         )  # fmt: skip
+    if state.bad_rows:
+        log.info("training rows that could not be read, which metrics.jsonl names, were replaced %s",
+                 plural(state.bad_rows, "time"))  # fmt: skip
     where, predicted = shlex.quote(run.folder.where), (run.folder.path / layout.PREDICTIONS).is_file()
     log.info("run folder: %s%s", run.folder.where, ", with predictions.csv of the validation rows" if predicted else "")
     able = predicted and isinstance(run.config.task, SupportsNewData)

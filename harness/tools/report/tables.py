@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,8 @@ def states(runs: Sequence[ReportedRun]) -> str:
 
 
 def problems(run: ReportedRun) -> list[str]:
-    """Why a run did not finish, and which files are missing or damaged; empty if all is well."""
+    """Why a run did not finish, which files are missing or damaged, and how many rows could not be read; empty if all
+    is well."""
     failure, lines = run.record.failure, []
     if failure:
         when = f"at step {step}" if (step := failure.get("step")) else "at its start"
@@ -139,7 +140,16 @@ def problems(run: ReportedRun) -> list[str]:
         if run.record.state == "unfinished":
             lines.append("it was killed, or trains where this machine does not see its lock")
         lines.append(f"-> to resume it: {reproduce.resume_command(run)}")
-    return [*lines, *run.record.problems]
+    return [*lines, *run.record.problems, *_unreadable(run.record.summary)]
+
+
+def _unreadable(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line if rows could not be read in training or in the newest evaluation."""
+    evaluation = summary.get("evaluation")
+    replaced, left_out = summary.get("bad_rows"), evaluation.get("bad_rows") if isinstance(evaluation, dict) else 0
+    if replaced or left_out:
+        counts = f"training replaced them {plural(replaced or 0, 'time')}, validation left out {left_out or 0}"
+        yield f"rows that could not be read, which metrics.jsonl names: {counts}"
 
 
 def failed_starts(runs: RunSet) -> tuple[str, list[tuple[str, str]]]:

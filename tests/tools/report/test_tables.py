@@ -42,6 +42,16 @@ def test_a_run_that_is_not_done_has_the_command_that_resumes_it(tmp_path, monkey
     assert tables.problems(run)[line] == "-> to resume it: harness launch -c runs/a/config.yaml --nproc 2"
 
 
+def test_rows_that_could_not_be_read_are_a_problem(tmp_path):
+    record = reader.read(write_run(tmp_path / "a", Fake("a")))
+    for counts, told in (((0, 0), []), ((3, 0), ["3 times", "left out 0"]), ((0, 2), ["0 times", "left out 2"])):
+        found = record.summary | {"bad_rows": counts[0], "evaluation": {"bad_rows": counts[1]}}
+        (run,) = run_set.build([replace(record, summary=found)]).runs
+        lines = tables.problems(run)
+        assert bool(lines) == bool(told) == tables.has_problem(run)
+        assert all(part in lines[0] for part in told)
+
+
 def test_a_running_run_is_no_problem(tmp_path):
     run = write_run(tmp_path / "a", Fake(state="failed"))
     (run / "failure.json").unlink()
