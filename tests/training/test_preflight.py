@@ -89,6 +89,17 @@ def summed(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 
 
+def not_finite(outputs, targets):
+    return outputs.sum() * float("nan")
+
+
+def test_an_own_loss_that_is_not_finite_is_named(folder):
+    (error,) = examine(folder, f"task.loss.name={__name__}.not_finite")[1]
+    line = not_finite.__code__.co_firstlineno
+    assert error.where == f"tests/training/test_preflight.py:{line}"
+    assert error.message.startswith(f"{__name__}.not_finite returned nan")
+
+
 def test_an_own_loss_of_a_built_in_task_that_is_a_sum_is_named(folder):
     facts, problems = examine(folder, "task.loss.name=tests.training.test_preflight.summed")
     assert problems == []

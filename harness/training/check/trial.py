@@ -305,11 +305,13 @@ class TrialStep:
 
     def _require_finite(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
-            known = [f"task.{key}" for key in ("mean", "std") if hasattr(self.config.task, key)]
+            section = self.config.task
+            known = [f"task.{key}" for key in ("mean", "std") if hasattr(section, key)]
+            named = name if "." in (name := getattr(section, "loss_name", "")) else ""
             raise TrainingError(
-                f"loss() of the task returned {loss.item()} with the initial weights",
-                where=place_of(type(self.task), "loss") or "task",
-                hint=f"check {', '.join(['the inputs and labels of the first rows', *known])} and loss()",
+                f"{named or 'loss() of the task'} returned {loss.item()} with the initial weights",
+                where=(loss_place(section, self.task) if named else place_of(type(self.task), "loss")) or "task",
+                hint=f"check {', '.join(['the inputs and labels of the first rows', *known])} and {named or 'loss()'}",
             )
 
 
