@@ -17,7 +17,7 @@ SETTINGS = {
     "early_stopping_threshold": "train.min_delta", "min_delta": "train.min_delta",
     "compute_metrics": "task.metrics", "metric_for_best_model": "checkpoint.best_metric",
     "load_best_model_at_end": "checkpoint.best_metric", "eval_strategy": "train.evaluate_every",
-    "eval_steps": "train.evaluate_every",
+    "evaluation_strategy": "train.evaluate_every", "eval_steps": "train.evaluate_every",
     "save_steps": "checkpoint.every", "save_strategy": "checkpoint.every", "save_total_limit": "checkpoint.keep",
     "logging_steps": "train.log_every", "report_to": "trackers", "dataloader_num_workers": "data.num_workers",
     "gradient_checkpointing": "model.activation_checkpointing", "torch_compile": "model.compile",
@@ -35,7 +35,8 @@ UNITS = {  # where ours counts something else
     "batch.per_rank=32 batch.accumulate=4",
     "gradient_accumulation_steps": "it splits the batch: 8 rows, 4 times, are batch.per_rank=32 batch.accumulate=4",
     **dict.fromkeys(
-        ("eval_steps", "eval_strategy"), "a number counts epochs; steps are 'train.evaluate_every=500 steps'"
+        ("eval_steps", "eval_strategy", "evaluation_strategy"),
+        "a number counts epochs; steps are 'train.evaluate_every=500 steps'",
     ),
     "save_strategy": "a checkpoint is also written at the end of each epoch",
     "lr_scheduler_kwargs": "its arguments are schedule.args.NAME=VALUE",

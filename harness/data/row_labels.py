@@ -159,6 +159,9 @@ def _unknown(table: Table, train: str, unknown: Mapping[int, object], classes: S
         hint = "nearly every row has its own label: set task.label_column, or task.labels.column, to another column"
     if all(re.fullmatch(r"[-+]?\d+(\.\d*)?", str(label)) for label in [*spelled, *unknown.values()]):
         hint = "evaluate only labels that occur in training; to predict the number, set task.labels.kind=regression"
+        written = {float(label): label for label in spelled}
+        if (same := written.get(float(str(examples[0])))) is not None:
+            hint = f"write numbers alike in both tables: {examples[0]} is {same} in {train}"
     first_rows = (_first_with(table, rows, [*unknown]) for rows in _chunks(0, len(table)))
     row = next(row for row in first_rows if row is not None)
     labels = ", ".join(repr(label) for label in examples)

@@ -645,6 +645,7 @@ def test_error_about_a_long_text_is_no_error_of_its_own(tmp_path):
         ("schedule.warmup_ratio=0.1", "a share of the run is schedule.warmup=10%"),
         ("schedule.warmup=0", '0 is not allowed; write a number of epochs above 0, "500 steps"'),
         ("train.load_best_model_at_end=true", "the best weights are always kept"),
+        ("train.evaluation_strategy=steps", "did you mean train.evaluate_every? a number counts epochs"),
         ("train.eval_strategy=steps", "steps are 'train.evaluate_every=500 steps'"),
         ("r=4", "r: unknown key; did you mean model.lora.r?"),
         ("batch.eps=1", "batch.eps: unknown key; known keys: global, "),

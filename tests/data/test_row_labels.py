@@ -40,3 +40,5 @@ def test_unknown_numbers_may_be_no_classes(monkeypatch):
     monkeypatch.setattr(Table, "vocabulary", Vocabulary(["3", "-5", "35", "4"]))
     with pytest.raises(DataError, match="to predict the number, set task.labels.kind=regression"):
         class_indices(Table(), [-5, 4, 35], "train.csv")
+    with pytest.raises(DataError, match="write numbers alike in both tables: 3 is 3.0 in train.csv"):
+        class_indices(Table(), ["3.0", "4.0", "35.0", "-5.0"], "train.csv")

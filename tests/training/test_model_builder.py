@@ -129,6 +129,16 @@ def test_own_model():
     assert model.layer.out_features == 4
 
 
+class OfLogits(Own):
+    def forward(self, images):
+        return {"logits": super().forward(images)}
+
+
+def test_a_model_that_returns_a_dictionary_is_told_to_return_a_tensor():
+    with pytest.raises(ConfigError, match="returns an object of type dict .*\n  -> let forward\\(\\) return a tensor"):
+        build("tests.training.test_model_builder.OfLogits", {}, KNOWN, GRAY, 4)
+
+
 def test_function_that_is_annotated_to_return_a_model():
     assert build("tests.training.test_model_builder.made", {}, KNOWN, GRAY).scale == 3.0
     assert build("torchvision.models.resnet18", {"num_classes": 4}, KNOWN, RGB)(RGB).shape == (2, 4)

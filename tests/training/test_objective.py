@@ -508,6 +508,16 @@ def by_class(outputs, targets, kept=3):
     return np.full(kept, 0.5)
 
 
+def several(outputs, targets):
+    return {"f1": 0.5, "recall": 0.25}
+
+
+def test_metric_that_returns_a_dictionary():
+    metric = {"name": "tests.training.test_objective.several", "better": "max"}
+    with pytest.raises(ConfigError, match="-> return one number; of several, give task.metrics a function for each"):
+        objective(SINGLE, metrics=[metric]).check(9)
+
+
 def test_metric_that_returns_an_array():
     metric = {"name": "tests.training.test_objective.by_class", "better": "max"}
     with pytest.raises(ConfigError, match=r"by_class returns values of shape \(3,\), not a number\n  -> average it"):

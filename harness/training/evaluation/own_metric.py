@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,8 @@ class OwnMetric:
                 return number
         value = f"values of shape {tuple(result.shape)}" if hasattr(result, "shape") else f"{result!r:.80}"
         hint = "average it: for torchmetrics, set args: {average: macro}"
+        if isinstance(result, Mapping):
+            hint = "return one number; of several, give task.metrics a function for each"
         raise ConfigError(f"the metric {self.name} returns {value}, not a number", where="task.metrics", hint=hint)
 
     def _of_states(self, sums: Sums) -> Any:
