@@ -24,16 +24,23 @@ def borrow(config: Config) -> Path:
         path = working_folder(source, config.data.cache_dir, "borrowed")
         problem = _borrow(UrlStore(source), path)
     else:
+        require_folder(config)
         path = Path(source)
-        if not path.is_dir():
-            hint = did_you_mean(path, os.path.isdir) or (
-                "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
-            )
-            raise ConfigError(f"there is no checkpoint folder {source}", where="checkpoint.resume", hint=hint)
         problem = damage(path)
     if problem:
         raise CheckpointError(problem, where=source, hint="choose another, or use checkpoint.resume=auto")
     return path
+
+
+def require_folder(config: Config) -> None:
+    """Raise ConfigError if ``checkpoint.resume`` names a local folder that does not exist."""
+    source = config.checkpoint.named
+    if source is None or is_url(source) or os.path.isdir(source):
+        return
+    hint = did_you_mean(source, os.path.isdir) or (
+        "give a checkpoint folder, such as runs/digits/checkpoints/step-100, or use auto or never"
+    )
+    raise ConfigError(f"there is no checkpoint folder {source}", where="checkpoint.resume", hint=hint)
 
 
 def _borrow(store: UrlStore, target: Path) -> str | None:

@@ -21,7 +21,7 @@ from harness.data.shards import bounds
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
 from harness.errors import first_line
-from harness.runs import checkpoint, hub_copies
+from harness.runs import borrowed, checkpoint, hub_copies
 from harness.runs.console import ProgressBar
 from harness.runs.run_dir import RunFolder
 from harness.trackers import metrics_log
@@ -237,8 +237,9 @@ def open_loaders(
 
 
 def rehearse(config: Config, world_size: int) -> None:
-    """Raise the error of a hook, the data, the batch, the model, the optimizer or the schedule with which ``config``
-    could not start on ``world_size`` ranks."""
+    """Raise the error of checkpoint.resume, a hook, the data, the batch, the model, the optimizer or the schedule with
+    which ``config`` could not start on ``world_size`` ranks."""
+    borrowed.require_folder(config)
     strategy_class(config.parallel).check_world(config.parallel, world_size)
     hooks.build(config.hooks)
     require_optimizer(config)

@@ -17,7 +17,7 @@ from harness.data.images import ImageTable
 from harness.distributed import machine
 from harness.distributed.runtime import Runtime
 from harness.distributed.stop import Stop
-from harness.errors import EXIT_OWN_CODE, ConfigError, DataError, TrainingError
+from harness.errors import EXIT_OWN_CODE, EXIT_USAGE, ConfigError, DataError, TrainingError
 from harness.tasks.image_csv.task import ImageCsv
 from harness.training import build
 from harness.training.check import preflight, trial
@@ -368,6 +368,15 @@ def test_rows_without_labels_can_be_allowed_in_both_tables(folder):
     assert all("task.labels.empty=allow" in error.hint for error in examine(folder, *labels)[1])
     assert not any("empty=allow" in error.hint for error in examine(folder)[1])
     assert not examine(folder, "task.labels={column: label, separator: '|', empty: allow}")[1]
+
+
+def test_a_checkpoint_to_resume_from_that_does_not_exist_is_an_error(folder):
+    """Here, and before a start with another recipe moves a finished run aside."""
+    (error,) = examine(folder, "checkpoint.resume=runs/nope")[1]
+    assert error.message == "there is no checkpoint folder runs/nope"
+    assert error.exit_code == EXIT_USAGE
+    with pytest.raises(ConfigError, match="there is no checkpoint folder runs/nope"):
+        build.rehearse(loader.load(folder / "x.yaml", ["checkpoint.resume=runs/nope"]), 1)
 
 
 def test_every_damaged_image_is_named(folder):

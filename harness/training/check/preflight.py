@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.distributed import devices
 from harness.distributed.runtime import Runtime
 from harness.errors import DataError, DoubtError, HarnessError, OwnCodeError, plural
-from harness.runs import checkpoint, hub_copies, layout, remote
+from harness.runs import borrowed, checkpoint, hub_copies, layout, remote
 from harness.trackers import metrics_log
 from harness.training import build, description, hooks
 from harness.training.check.trial import NO_TRIAL, TrialStep, unexpected
@@ -114,6 +114,8 @@ class _Examination:
             self.amp = attempt(precision.choose, config.precision, self.device, config.needs_our_amp)
         attempt(metrics_log.require, config.trackers)
         attempt(_require_output, config)
+        if not checkpoint.steps(Path(config.output, config.name, layout.CHECKPOINTS)):  # else the run resumes its own
+            attempt(borrowed.require_folder, config)
         if (name := config.train.on_gradients) is not None:
             self.can_step = attempt(on_gradients.find, name) is not None
         self.hooks = attempt(hooks.build, config.hooks)
