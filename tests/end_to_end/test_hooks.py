@@ -107,7 +107,7 @@ def test_state_that_is_not_restored_is_found_before_it_decides_anything(tmp_path
     words = ["-c", config, "--kills", "1", "--steps", "10", "checkpoint.every=4"]
     assert python(["-m", "harness", "verify-resume", *words], terminal) == 1, terminal.read_text()
     text = terminal.read_text()
-    assert re.search(rf"before step (5|9), .*: {re.escape(name)} is \d instead of \d$", text, re.M), text
+    assert re.search(rf"before step [569], .*: {re.escape(name)} is \d instead of \d$", text, re.M), text
     assert "not exact: state beside the model is not restored" in text
 
 
