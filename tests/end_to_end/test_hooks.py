@@ -104,10 +104,10 @@ def test_a_hook_that_forgets_is_found(tmp_path):
 )
 def test_state_that_is_not_restored_is_found_before_it_decides_anything(tmp_path, settings, name):
     config, terminal = write_planted(tmp_path, "", batch={"global": 4}, **settings), tmp_path / "terminal.txt"
-    words = ["-c", config, "--kills", "1", "--steps", "10", "checkpoint.every=4"]
+    words = ["-c", config, "--kills", "1", "--steps", "10", "checkpoint.every=4", "train.evaluate_every=4 steps"]
     assert python(["-m", "harness", "verify-resume", *words], terminal) == 1, terminal.read_text()
     text = terminal.read_text()
-    assert re.search(rf"before step [569], .*: {re.escape(name)} is \d instead of \d$", text, re.M), text
+    assert re.search(rf"before step (5|9), .*: {re.escape(name)} is \d instead of \d$", text, re.M), text
     assert "not exact: state beside the model is not restored" in text
 
 
