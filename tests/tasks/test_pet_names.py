@@ -62,12 +62,13 @@ class Short(Bigram):
         return super().forward(codes)[..., :5]
 
 
-@pytest.mark.parametrize(("name", "found"), [("Stateful", "an object of type tuple"), ("Short", r"\(2, 8, 5\)")])
-def test_a_model_that_returns_no_logits_for_each_position(path, name, found):
+@pytest.mark.parametrize(
+    ("name", "found", "hint"),
+    [("Stateful", "an object of type tuple", "a tensor alone"), ("Short", r"\(2, 8, 5\)", "num_characters")],
+)
+def test_a_model_that_returns_no_logits_for_each_position(path, name, found, hint):
     task = opened(path)
-    with pytest.raises(
-        ConfigError, match=rf"(?s){name} returns {found} for 2 rows, not outputs of shape .* num_characters"
-    ):
+    with pytest.raises(ConfigError, match=rf"(?s){name} returns {found} for 2 rows, not outputs of shape .* {hint}"):
         task.model(ModelSection(name=f"tests.tasks.test_pet_names.{name}"))
 
 

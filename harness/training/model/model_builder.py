@@ -151,7 +151,7 @@ def try_batch(
         argument = "num_classes" if isinstance(outputs, int) else "num_characters"
         hint = f"add an argument {argument} to your model (the harness sets it), or set the number in model.args"
         if not isinstance(returned, Tensor):
-            hint = "let forward() return a tensor alone: of a dictionary or an output of transformers, its logits"
+            hint = "let forward() return a tensor alone: of a dictionary, tuple or output of transformers, its logits"
         raise ConfigError(
             f"model {name} returns {shape} for {plural(len(example), 'row')}, not {expected} for each",
             where="model.name",
