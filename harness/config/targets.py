@@ -25,15 +25,8 @@ _LOSSES: dict[Kind, tuple[str, ...]] = {  # the default first
     "multi_label": ("bce", "focal"),
     "regression": ("mse", "l1", "huber"),
 }
-_METRICS: dict[Kind, tuple[str, ...]] = {
-    "single_label": (
-        "top1",
-        "mean_class_accuracy",
-        "macro_f1",
-        "f1",
-        "mcc",
-        "loss",
-    ),  # and top2, ...; f1 of two classes
+_METRICS: dict[Kind, tuple[str, ...]] = {  # top1 stands for top2, top3, ... as well; f1 is for two classes
+    "single_label": ("top1", "mean_class_accuracy", "macro_f1", "f1", "mcc", "loss"),
     "multi_label": ("macro_f1", "micro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "loss"),
 }

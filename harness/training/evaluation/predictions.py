@@ -271,15 +271,12 @@ def shown_report(objective: Objective, sums: Sums, num_rows: int) -> list[str]:
         scores = sorted(scores, key=lambda each: each.f1 or 0.0)[:_IN_TABLE]
     width = max((len(str(each.label)) for each in scores), default=0)
     heading = [f"{title:>{width}}  precision  recall      f1    rows"] if scores else []
-    return (
-        lines
-        + heading
-        + [
-            f"{each.label!s:>{width}}  {each.precision or 0:9.4f}  {each.recall or 0:6.4f}  {each.f1 or 0:6.4f}  "
-            f"{each.true:6.0f}"
-            for each in scores
-        ]
+    table = (
+        f"{each.label!s:>{width}}  {each.precision or 0:9.4f}  {each.recall or 0:6.4f}  {each.f1 or 0:6.4f}  "
+        f"{each.true:6.0f}"
+        for each in scores
     )
+    return [*lines, *heading, *table]
 
 
 def _forward(predictor: Predictor, batch: Batch, size: int) -> Tensor:
